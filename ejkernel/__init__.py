@@ -1,0 +1,52 @@
+"""Deep-learning kernels for JAX behind one API on every device.
+
+Names are loaded when they are first used: importing the package touches no device and no optional dependency.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Backend": "ejkernel.ops.core.support",
+    "BwdParams": "ejkernel.ops.utils.datacarrier",
+    "EjkernelError": "ejkernel.errors",
+    "FwdParams": "ejkernel.ops.utils.datacarrier",
+    "InvalidInputError": "ejkernel.errors",
+    "Platform": "ejkernel.ops.core.support",
+    "Support": "ejkernel.ops.core.support",
+    "UnsupportedError": "ejkernel.errors",
+    "autotune": "ejkernel.ops.config.autotune",
+    "explain": "ejkernel.ops.core.explain",
+    "flash_attention": "ejkernel.ops.flash_attention",
+    "kernel_registry": "ejkernel.ops.core.registry",
+    "overlay": "ejkernel.ops.core.context",
+    "target": "ejkernel.ops.core.context",
+}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from ejkernel.errors import EjkernelError, InvalidInputError, UnsupportedError
+    from ejkernel.ops.config.autotune import autotune
+    from ejkernel.ops.core.context import overlay, target
+    from ejkernel.ops.core.explain import explain
+    from ejkernel.ops.core.registry import kernel_registry
+    from ejkernel.ops.core.support import Backend, Platform, Support
+    from ejkernel.ops.flash_attention import flash_attention
+    from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

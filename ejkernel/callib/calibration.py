@@ -1,0 +1,196 @@
+"""Heuristics for attention tiles: what is used where nothing was measured.
+
+They agree with each other. Blocks are picked so that one stage fits in a block's shared memory, and stages so
+that all of them do.
+"""
+
+import os
+from numbers import Integral
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - so that numpy knows the name "bfloat16"
+import numpy as np
+
+from ejkernel.callib.chips import CHIPS, KIB, identify
+from ejkernel.callib.devices import resolve_device
+from ejkernel.errors import InvalidInputError
+
+__all__ = [
+    "estimate_shared_memory_bytes",
+    "get_shared_memory_limit",
+    "select_block_sizes",
+    "select_num_stages",
+    "select_num_warps",
+]
+
+_LIMIT_VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
+_DEFAULT_LIMIT = 48 * KIB  # what every CUDA device gives without opting in
+_ALIGNMENT = 128
+_DOT_SIDE = 16  # the smallest tile side that tensor cores multiply
+_WARP_CHOICES = (4, 8, 16)
+_ACCUMULATORS_PER_WARP = 32 * 128  # 32 lanes with half of their registers for accumulators
+_LIMIT_BY_CAPABILITY = {
+    chip.capability: chip.shared_memory_per_block for chip in CHIPS.values() if chip.vendor == "nvidia"
+}
+# Largest (query, key) blocks that pay, by kind of device.
+_LARGEST_BLOCKS = {"gpu": (128, 128), "tpu": (256, 512), "cpu": (32, 64)}
+_KIND_OF_PLATFORM = {
+    **dict.fromkeys(("gpu", "cuda", "rocm", "triton", "cudnn"), "gpu"),
+    "tpu": "tpu",
+    **dict.fromkeys(("cpu", "xla", "any", "unknown"), "cpu"),
+}
+
+
+def estimate_shared_memory_bytes(
+    q_block: int,
+    kv_block: int,
+    head_dim: int,
+    dtype: Any = np.float16,
+    include_softmax: bool = True,
+    *,
+    num_stages: int = 1,
+) -> int:
+    """Shared memory of an attention tile: queries, `num_stages` blocks of keys and values, row statistics.
+
+    Example:
+        >>> estimate_shared_memory_bytes(128, 256, 64)
+        82944
+        >>> estimate_shared_memory_bytes(128, 256, 64, num_stages=3) - 82944  # two more keys and values
+        131072
+    """
+    for name, value in (
+        ("q_block", q_block),
+        ("kv_block", kv_block),
+        ("head_dim", head_dim),
+        ("num_stages", num_stages),
+    ):
+        _require_positive(name, value)
+    row = head_dim * np.dtype(dtype).itemsize
+    statistics = 2 * 4 * q_block if include_softmax else 0  # a float32 maximum and sum a row
+    total = q_block * row + 2 * kv_block * row * num_stages + statistics
+    return -(-total // _ALIGNMENT) * _ALIGNMENT
+
+
+def get_shared_memory_limit(device: Any = None) -> int:
+    """The most shared memory one block can use, in bytes. The variable `EJKERNEL_TRITON_SMEM_LIMIT` wins.
+
+    A GPU that the table does not know is judged by its compute capability, and gets 48 KiB where that says
+    nothing either, as does everything that is not a GPU.
+
+    Args:
+        device: a `jax.Device`, a topology's device, a chip or its slug; None is JAX's default device.
+
+    Example:
+        >>> get_shared_memory_limit("nvidia-h200"), get_shared_memory_limit("nvidia-t4")
+        (232448, 65536)
+    """
+    override = os.environ.get(_LIMIT_VARIABLE, "").strip()
+    if override:
+        if not override.isdecimal() or int(override) == 0:
+            raise InvalidInputError(
+                f"{_LIMIT_VARIABLE} is {override!r}; expected a positive number of bytes, or unset it."
+            )
+        return int(override)
+    device = resolve_device(device)
+    chip = identify(str(device.device_kind))
+    known = chip.shared_memory_per_block if chip else _LIMIT_BY_CAPABILITY.get(_compute_capability(device))
+    return known or _DEFAULT_LIMIT
+
+
+def select_num_warps(q_block: int, kv_block: int, head_dim: int, dtype: Any = np.float16) -> int:
+    """The fewest warps, of 4, 8 or 16, whose registers hold the tile's scores and its output accumulator.
+
+    Example:
+        >>> select_num_warps(64, 64, 64), select_num_warps(128, 128, 128), select_num_warps(128, 64, 256)
+        (4, 8, 16)
+    """
+    for name, value in (("q_block", q_block), ("kv_block", kv_block), ("head_dim", head_dim)):
+        _require_positive(name, value)
+    registers = max(np.dtype(dtype).itemsize // 4, 1)  # an accumulator is float32, or float64 with float64 inputs
+    accumulators = q_block * (kv_block + head_dim) * registers
+    fitting = (warps for warps in _WARP_CHOICES if accumulators <= warps * _ACCUMULATORS_PER_WARP)
+    return next(fitting, _WARP_CHOICES[-1])
+
+
+def select_num_stages(smem_bytes: int, *, device: Any = None) -> int:
+    """How many pipeline stages of `smem_bytes` each, 1 to 3, fit in the shared memory of one block.
+
+    Raises:
+        InvalidInputError: when not even one fits.
+
+    Example:
+        >>> [select_num_stages(kib * 1024, device="nvidia-h200") for kib in (60, 100, 200)]
+        [3, 2, 1]
+    """
+    _require_positive("smem_bytes", smem_bytes)
+    limit = get_shared_memory_limit(device)
+    if smem_bytes > limit:
+        raise InvalidInputError(
+            f"smem_bytes is {smem_bytes}; expected at most {limit}, the shared memory of one block here. "
+            f"Use smaller blocks (see select_block_sizes), or set {_LIMIT_VARIABLE} if the device has more."
+        )
+    spare = limit - smem_bytes
+    return 3 if spare > 2 * smem_bytes else 2 if spare > smem_bytes else 1
+
+
+def select_block_sizes(
+    seq_len: int, head_dim: int, platform: Any, *, dtype: Any = np.float16, device: Any = None
+) -> tuple[int, int]:
+    """Query and key block sizes for attention: powers of two, no longer than the sequence needs.
+
+    On a GPU they are small enough for its shared memory, as `estimate_shared_memory_bytes` counts it.
+
+    Args:
+        seq_len: length of the longer sequence.
+        head_dim: head dimension.
+        platform: `gpu`, `tpu` or `cpu`, as `get_device_platform` says, or a kernel platform that means one of
+            them.
+        dtype: dtype of query, key and value.
+        device: whose shared memory counts (see `get_shared_memory_limit`).
+
+    Example:
+        >>> select_block_sizes(4096, 128, "gpu", device="nvidia-h200"), select_block_sizes(4096, 128, "tpu")
+        ((128, 128), (256, 512))
+        >>> select_block_sizes(20, 128, "gpu", device="nvidia-h200")
+        (32, 32)
+    """
+    _require_positive("seq_len", seq_len)
+    _require_positive("head_dim", head_dim)
+    kind = _KIND_OF_PLATFORM.get(str(getattr(platform, "value", platform)).lower())
+    if kind is None:
+        raise InvalidInputError(f"platform is {platform!r}; expected one of {', '.join(_KIND_OF_PLATFORM)}.")
+    enough = max(_DOT_SIDE, 1 << (int(seq_len) - 1).bit_length())
+    q_block, kv_block = (min(side, enough) for side in _LARGEST_BLOCKS[kind])
+    if kind != "gpu":
+        return q_block, kv_block
+    limit = get_shared_memory_limit(device)
+
+    def fits(num_stages: int) -> bool:
+        return estimate_shared_memory_bytes(q_block, kv_block, head_dim, dtype, num_stages=num_stages) <= limit
+
+    # A second stage hides the loads, which is worth shorter key blocks, but not tiny ones.
+    while kv_block > 2 * _DOT_SIDE and not fits(num_stages=2):
+        kv_block //= 2
+    # Below 16 a tile only fits by giving up tensor cores; it is there so that something always fits.
+    while not fits(num_stages=1) and (q_block, kv_block) != (1, 1):
+        if q_block > kv_block or kv_block == 1:
+            q_block //= 2
+        else:
+            kv_block //= 2
+    if not fits(num_stages=1):
+        raise InvalidInputError(
+            f"head_dim is {head_dim}: one row of query, key and value does not fit in {limit} bytes of "
+            f"shared memory. Use a smaller head_dim or dtype, or raise {_LIMIT_VARIABLE}."
+        )
+    return q_block, kv_block
+
+
+def _compute_capability(device: Any) -> int | None:
+    """90 for a device that says "9.0"."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return int(major) * 10 + int(minor or 0) if major.isdecimal() and (minor or "0").isdecimal() else None
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value <= 0:
+        raise InvalidInputError(f"{name} is {value!r} ({type(value).__name__}); expected a positive int.")

@@ -1,0 +1,1 @@
+"""The kernels, one folder a platform; operations reach them through the registry."""

@@ -1,0 +1,163 @@
+"""Which keys a block of queries can see, as ranges that bound the loops.
+
+Causality, windows and packed sequences all leave a query row one interval ``[start, stop)`` of keys, and both ends
+never decrease from row to row. So the ends of a block's range are those of its first and last row, and the rows that
+see a block of keys are found by bisection. Segment ids are arbitrary: they give the hull of the matching positions.
+
+A *range* is four integers a block: ``[begin, end)`` may hold visible pairs, ``[full_begin, full_end)`` holds nothing
+but visible pairs and needs no mask. Ranges of static masks are numpy arrays, so loops that cannot run are not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class Ranges(NamedTuple):
+    """For each batch entry (or one for all) and block, ``[batch or 1, blocks]`` each."""
+
+    begin: Any
+    end: Any
+    full_begin: Any
+    full_end: Any
+
+
+def intervals(
+    causal: bool, window: tuple[int | None, int | None], q_len: int, kv_len: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[1, q_len]`` starts and stops for causality and a window, aligned bottom-right."""
+    position = np.arange(q_len, dtype=np.int64)[None] + (kv_len - q_len)
+    left, right = window
+    right = 0 if causal and (right is None or right > 0) else right
+    start = np.zeros_like(position) if left is None else position - left
+    stop = np.full_like(position, kv_len) if right is None else position + right + 1
+    start = np.clip(start, 0, kv_len)
+    return start.astype(np.int32), np.clip(stop, start, kv_len).astype(np.int32)
+
+
+def key_ranges(start, stop, segments, q_block: int, kv_len: int) -> Ranges:
+    """The keys that each block of queries needs."""
+    q_len = start.shape[1]
+    first = np.minimum(np.arange(0, q_len, q_block), q_len - q_block)
+    last = first + q_block - 1
+    ranges = Ranges(start[:, first], stop[:, last], start[:, last], stop[:, first])
+    if segments is not None:
+        ranges = _intersect(ranges, _segment_ranges(*segments, first, q_block, kv_len))
+    return ranges
+
+
+def query_ranges(start, stop, segments, kv_block: int, kv_len: int) -> Ranges:
+    """The queries that need each block of keys; the last, partial block of keys is never full."""
+    first = np.arange(0, kv_len, kv_block)
+    last = np.minimum(first + kv_block, kv_len)
+    bisect = _bisect(start)
+    ranges = Ranges(
+        bisect(stop, first, "right"),
+        bisect(start, last, "left"),
+        bisect(stop, last, "left"),
+        bisect(start, first, "right"),
+    )
+    if kv_len % kv_block:
+        xp = np if isinstance(start, np.ndarray) else jnp
+        partial = first == first[-1]
+        ranges = ranges._replace(full_end=xp.where(partial, 0, ranges.full_end))
+    if segments is not None:
+        q_segments, kv_segments = segments
+        start_of_block = np.minimum(first, kv_len - kv_block)
+        ranges = _intersect(
+            ranges, _segment_ranges(kv_segments, q_segments, start_of_block, kv_block, q_segments.shape[1])
+        )
+    return ranges
+
+
+def _bisect(array) -> Callable:
+    if isinstance(array, np.ndarray):
+        return lambda rows, values, side: np.stack([np.searchsorted(row, values, side) for row in rows]).astype(
+            np.int32
+        )
+    search = jax.vmap(lambda row, values, side: jnp.searchsorted(row, values, side=side), in_axes=(0, None, None))
+    return lambda rows, values, side: search(jnp.asarray(rows), jnp.asarray(values, jnp.int32), side).astype(jnp.int32)
+
+
+def _segment_ranges(own, other, first, block: int, length: int) -> Ranges:
+    """The hull of the positions of ``other`` whose ids lie between those of each block of ``own``."""
+    ids = own[:, first[:, None] + np.arange(block)]
+    large = np.iinfo(np.int32).max
+    low = jnp.where(ids > 0, ids, large).min(-1, keepdims=True)
+    high = ids.max(-1, keepdims=True)
+    other = other[:, None, :]
+    inside = (other >= low) & (other <= high)
+    position = jnp.arange(length, dtype=jnp.int32)
+    begin = jnp.where(inside, position, length).min(-1)
+    end = jnp.where(inside, position + 1, 0).max(-1)
+    uniform = (ids == high).all(-1) & (high[..., 0] > 0)
+    matches = uniform[..., None] & (other == high)
+    full_begin = jnp.where(matches, position, length).min(-1)
+    full_end = jnp.where(~matches & (position >= full_begin[..., None]), position, length).min(-1)
+    return Ranges(begin, end, full_begin, jnp.where(uniform, full_end, 0))
+
+
+def _intersect(a: Ranges, b: Ranges) -> Ranges:
+    return Ranges(
+        jnp.maximum(a.begin, b.begin),
+        jnp.minimum(a.end, b.end),
+        jnp.maximum(a.full_begin, b.full_begin),
+        jnp.minimum(a.full_end, b.full_end),
+    )
+
+
+class Walk(NamedTuple):
+    """How a loop visits one block's range: ``head`` masked steps, ``full`` unmasked ones, ``tail`` masked ones.
+
+    Arrays ``[batch tiles or 1, blocks]``; the steps follow each other from ``begin``, the last may pass ``end``.
+    """
+
+    begin: Any
+    end: Any
+    head: Any
+    full: Any
+    tail: Any
+
+
+def plan_walk(ranges: Ranges, step: int, batch_tile: int, always_masked: bool) -> Walk:
+    """Cut ranges into steps; entries that share a tile walk the union of what they need."""
+    xp = np if all(isinstance(x, np.ndarray) for x in ranges) else jnp
+
+    def merged(array, reduce):
+        return array if array.shape[0] == 1 else reduce(array.reshape(-1, batch_tile, array.shape[1]), 1)
+
+    begin, end = merged(ranges.begin, xp.min), merged(ranges.end, xp.max)
+    middle, full_end = merged(ranges.full_begin, xp.max), merged(ranges.full_end, xp.min)
+    end = xp.maximum(begin, end)
+    steps = -((begin - end) // step)
+    head = xp.clip(-((begin - middle) // step), 0, steps)
+    full = xp.maximum(xp.minimum(full_end, end) - (begin + head * step), 0) // step
+    if always_masked:
+        full = xp.zeros_like(full)
+    return Walk(begin, end, head, full, steps - head - full)
+
+
+def walk(plan: Walk, tile, block, step: int, length: int, full_step: Callable, masked_step: Callable, carry):
+    """Run the steps of one block; a masked step is told where to load and which positions count."""
+
+    def never(count) -> bool:
+        return isinstance(count, np.ndarray) and not count.any()
+
+    tile = tile if plan.begin.shape[0] > 1 else 0
+    begin, end, head, full, tail = (jnp.asarray(x, jnp.int32)[tile, block] for x in plan)
+    if not never(plan.full):
+        carry = lax.fori_loop(head, head + full, lambda t, c: full_step(begin + t * step, c), carry)
+
+    def masked(t, carry):
+        first = begin + jnp.where(t < head, t, t + full) * step
+        return masked_step(jnp.minimum(first, length - step), first, jnp.minimum(first + step, end), carry)
+
+    if not (never(plan.head) and never(plan.tail)):
+        carry = lax.fori_loop(jnp.int32(0), head + tail, masked, carry)
+    return carry

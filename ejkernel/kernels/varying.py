@@ -1,0 +1,22 @@
+"""Over which mesh axes a value varies inside ``shard_map``, and making values agree about it."""
+
+from __future__ import annotations
+
+import jax
+from jax import Array, lax
+
+
+def varying_axes(*arrays: Array) -> frozenset[str]:
+    """The manual mesh axes over which any of the arrays varies; empty outside ``shard_map``."""
+    axes: frozenset[str] = frozenset()
+    for array in arrays:
+        kind = jax.typeof(array)
+        manual = getattr(kind, "manual_axis_type", None)
+        axes |= frozenset(kind.vma if manual is None else manual.varying)
+    return axes
+
+
+def vary_over(array: Array, axes: frozenset[str]) -> Array:
+    """The array, marked as varying over the axes; its gradient is summed over those it did not vary over."""
+    missing = tuple(sorted(axes - varying_axes(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array

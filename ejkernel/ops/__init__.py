@@ -1,0 +1,1 @@
+"""The operations: what each computes, bound and selected here, run by ``ejkernel.kernels``."""

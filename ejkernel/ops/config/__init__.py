@@ -1,0 +1,1 @@
+"""Where parameters come from: the chain, the store and the tuner."""

@@ -1,0 +1,1 @@
+"""The machinery between an operation's signature and a kernel."""

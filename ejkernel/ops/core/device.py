@@ -1,0 +1,67 @@
+"""The device a call is decided for: real, or described by name."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ejkernel.callib.chips import identify
+from ejkernel.callib.devices import resolve_device
+from ejkernel.ops.utils.fingerprint import device_fingerprint, get_device_platform
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What selection needs to know of a device.
+
+    ``capability`` is the compute capability times ten on NVIDIA GPUs and the generation on TPUs, 0 where unknown.
+    ``shared_by`` is how many devices of this kind the process sees: arrays may be spread over them.
+    """
+
+    kind: str
+    name: str
+    vendor: str
+    capability: int
+    fingerprint: str
+    shared_by: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def describe(device: Any = None) -> DeviceInfo:
+    """A ``jax.Device``, a topology's device, a chip's name such as ``"nvidia-h200"``, ``"cpu"``; None: JAX's default."""
+    return device if isinstance(device, DeviceInfo) else _describe(resolve_device(device))
+
+
+@functools.lru_cache(maxsize=256)
+def _describe(device: Any) -> DeviceInfo:
+    chip = identify(device.device_kind)
+    kind = get_device_platform(device)
+    client = getattr(device, "client", None)
+    return DeviceInfo(
+        kind=kind,
+        name=chip.slug if chip else _name(kind, device.device_kind),
+        vendor=chip.vendor if chip else _vendor(kind, device),
+        capability=chip.capability if chip else _capability(device),
+        fingerprint=device_fingerprint(device),
+        shared_by=client.device_count() if client is not None else 1,
+    )
+
+
+def _name(kind: str, device_kind: str) -> str:
+    words = "".join(c if c.isalnum() else " " for c in device_kind.lower()).split()
+    return "-".join(dict.fromkeys([kind, *words]))
+
+
+def _vendor(kind: str, device: Any) -> str:
+    version = str(getattr(getattr(device, "client", None), "platform_version", "")).lower()
+    if kind == "gpu":
+        return "amd" if "rocm" in version or "amd" in device.device_kind.lower() else "nvidia"
+    return "google" if kind == "tpu" else ""
+
+
+def _capability(device: Any) -> int:
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return int(major) * 10 + int(minor or 0) if major.isdigit() and (not minor or minor.isdigit()) else 0

@@ -1,0 +1,181 @@
+"""Which implementation runs a call, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ejkernel.errors import UnsupportedError
+from ejkernel.ops.config import chain
+from ejkernel.ops.core.device import DeviceInfo
+from ejkernel.ops.core.registry import Implementation, kernel_registry, matches
+from ejkernel.ops.core.support import Backend, Platform, Request
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.operation import Call
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the caller insists on."""
+
+    platform: Platform | None = None
+    backend: Backend | None = None
+
+    def refusal(self, entry: Implementation, device: DeviceInfo) -> str | None:
+        """Why an implementation is not the one asked for."""
+        if not matches(entry, self.platform, self.backend):
+            return f"{self} was asked for"
+        asked = self.backend
+        if asked is not None and asked is not Backend.ANY and asked.value != device.kind:
+            return f"{self} was asked for, the device is a {device.kind.upper()}"
+        if asked is Backend.ANY and entry.backend is not Backend.ANY:
+            return f"{self} was asked for"
+        return None
+
+    def __str__(self) -> str:
+        asked = (("platform", self.platform), ("backend", self.backend))
+        return ", ".join(f"{name}={pin.value!r}" for name, pin in asked if pin is not None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation and how it will run."""
+
+    implementation: Implementation
+    params: FwdParams | BwdParams
+    source: str
+
+    @property
+    def platform(self) -> Platform:
+        """What the kernel is written in."""
+        return self.implementation.platform
+
+    @property
+    def backend(self) -> Backend:
+        """What the kernel runs on."""
+        return self.implementation.backend
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation, and what became of it: ``chosen``, ``slower`` or ``refused``."""
+
+    implementation: Implementation
+    verdict: str
+    reasons: tuple[str, ...]
+
+    @property
+    def platform(self) -> Platform:
+        """What the kernel is written in."""
+        return self.implementation.platform
+
+    @property
+    def backend(self) -> Backend:
+        """What the kernel runs on."""
+        return self.implementation.backend
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run a call, and why; its text is a table with one implementation a row.
+
+    Attributes:
+        call: the bound call.
+        device: what it was decided for.
+        chosen: the choice, None if every implementation is refused.
+        candidates: every implementation.
+    """
+
+    call: Any
+    device: DeviceInfo
+    pins: Pins
+    chosen: Choice | None
+    candidates: tuple[Candidate, ...]
+
+    def require(self) -> Choice:
+        """The choice, or the error that carries this table."""
+        if self.chosen is not None:
+            return self.chosen
+        asked = str(self.pins)
+        if not asked:
+            cause = "no implementation can run this call"
+        elif not any(matches(c.implementation, self.pins.platform, self.pins.backend) for c in self.candidates):
+            cause = f"no implementation is registered for {asked}"
+        else:
+            cause = f"{asked} cannot run this call"
+        raise UnsupportedError(f"{self.call.operation}: {cause}.\n{self}")
+
+    def __str__(self) -> str:
+        rows = [
+            (c.platform.value, c.backend.value, c.verdict, "; ".join(c.reasons))
+            for c in sorted(self.candidates, key=lambda c: ("chosen", "slower", "refused").index(c.verdict))
+        ]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        lines = [
+            "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+            for row in rows
+        ]
+        return "\n".join([f"{self.call} on {self.device}", *lines])
+
+
+def decide(
+    call: Call,
+    device: DeviceInfo,
+    pins: Pins,
+    gradients: frozenset[str] = frozenset(),
+    direction: str = "forward",
+    forward: Choice | None = None,
+) -> Explanation:
+    """Choose: pinned, else the fastest measured, else the highest priority.
+
+    For the backward, implementations that differentiate only as a whole are out, and the forward's own implementation
+    is preferred where nothing was measured.
+    """
+    request = Request(device, call.dtype, call.head_dims, call.features, gradients)
+    without_gradients = Request(device, call.dtype, call.head_dims, call.features)
+    entries = kernel_registry.list_implementations(call.operation)
+    refused: dict[Implementation, tuple[str, ...]] = {}
+    for entry in entries:
+        pin = pins.refusal(entry, device)
+        alone = direction == "backward" or entry.whole
+        reasons = [pin] if pin else entry.support.refusals(request if alone else without_gradients)
+        if direction == "backward" and entry.whole and not pin:
+            reasons.append("is differentiated only as a whole")
+        if reasons:
+            refused[entry] = tuple(reasons)
+    admissible = [entry for entry in entries if entry not in refused]
+    records = chain.records(call, device, admissible, direction)
+
+    def rank(entry: Implementation) -> tuple:
+        record = records.get(entry)
+        same = forward is not None and forward.implementation == entry
+        return (record is None, record.seconds if record else 0.0, -entry.priority, not same)
+
+    admissible.sort(key=rank)
+    if not admissible:
+        chosen = None
+    else:
+        entry = admissible[0]
+        params, source = chain.resolve(call, device, entry, direction, records.get(entry))
+        chosen = Choice(entry, params, source)
+    candidates = tuple(
+        Candidate(entry, *_verdict(entry, chosen, refused, records)) for entry in [*admissible, *refused]
+    )
+    return Explanation(call, device, pins, chosen, candidates)
+
+
+def _verdict(entry: Implementation, chosen: Choice | None, refused: dict, records: dict) -> tuple[str, tuple[str, ...]]:
+    if entry in refused:
+        return "refused", refused[entry]
+    assert chosen is not None
+    best = chosen.implementation
+    if entry == best:
+        given = ", ".join(f"{name}={value}" for name, value in chosen.params.to_dict().items())
+        return "chosen", (f"{chosen.source}: {given}" if given else chosen.source,)
+    if entry in records and best in records:
+        return "slower", (f"{records[entry].seconds / records[best].seconds:.2g} x, measured",)
+    if best in records:
+        return "slower", ("not measured, another is",)
+    return "slower", (f"priority {entry.priority} < {best.priority}",)

@@ -1,0 +1,222 @@
+"""What an implementation can do, as data.
+
+A ``Support`` stands beside each kernel. Selection, the reasons in ``explain`` and in errors, the feature table of the
+docs and the case lists of the tests are all read from it. What it does not state is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+from ejkernel.errors import InvalidInputError
+from ejkernel.ops.core.device import DeviceInfo
+
+
+class Platform(enum.Enum):
+    """What a kernel is written in."""
+
+    XLA = "xla"
+    TRITON = "triton"
+    PALLAS = "pallas"
+    CUDNN = "cudnn"
+    CUDA = "cuda"
+
+
+class Backend(enum.Enum):
+    """What a kernel runs on."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+    ANY = "any"
+
+
+def as_member(value: Any, kind: type[enum.Enum], argument: str) -> Any:
+    """An enum member from itself or its lower-case string; None stays None."""
+    if value is None or isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value in [member.value for member in kind]:
+        return kind(value)
+    names = ", ".join(repr(member.value) for member in kind)
+    raise InvalidInputError(f"{argument} is {value!r}; expected one of {names}, a {kind.__name__} member or None.")
+
+
+_NAMES = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A set of devices: some kinds, perhaps one vendor, perhaps a range of capabilities."""
+
+    kinds: frozenset[str]
+    vendor: str = ""
+    min_capability: int = 0
+    max_capability: int | None = None
+
+    def refusal(self, device: DeviceInfo) -> str | None:
+        """Why a device is not in the set."""
+        if device.kind not in self.kinds:
+            wanted = " or ".join(_NAMES.get(kind, kind) for kind in sorted(self.kinds))
+            return f"needs {wanted}, the device is {_NAMES.get(device.kind, device.kind)}"
+        if self.vendor and device.vendor != self.vendor:
+            return f"needs a device of {self.vendor}, this is {device}"
+        too_old = device.capability < self.min_capability
+        too_new = self.max_capability is not None and device.capability > self.max_capability
+        if too_old or too_new:
+            upper = "" if self.max_capability is None else f" to {self.max_capability}"
+            return f"needs capability {self.min_capability}{upper}, {device} has {device.capability}"
+        return None
+
+    def __str__(self) -> str:
+        if self == any_device():
+            return "any"
+        name = " ".join(filter(None, [self.vendor, "/".join(sorted(self.kinds)).upper()]))
+        upper = "" if self.max_capability is None else f"–{self.max_capability}"
+        return name + (f" ≥ {self.min_capability}{upper}" if self.min_capability else "")
+
+
+def any_device() -> Devices:
+    """Every device."""
+    return Devices(frozenset({"cpu", "gpu", "tpu"}))
+
+
+def cpu() -> Devices:
+    """Every CPU."""
+    return Devices(frozenset({"cpu"}))
+
+
+def cuda(min_capability: int = 0, max_capability: int | None = None) -> Devices:
+    """NVIDIA GPUs, by compute capability times ten: 90 is Hopper."""
+    return Devices(frozenset({"gpu"}), "nvidia", min_capability, max_capability)
+
+
+def rocm() -> Devices:
+    """AMD GPUs."""
+    return Devices(frozenset({"gpu"}), "amd")
+
+
+def gpu() -> Devices:
+    """GPUs of every maker."""
+    return Devices(frozenset({"gpu"}))
+
+
+def tpu(min_generation: int = 0) -> Devices:
+    """TPUs, by generation."""
+    return Devices(frozenset({"tpu"}), "google", min_generation)
+
+
+@dataclass(frozen=True)
+class HeadDims:
+    """Which head dims a kernel takes; a query's and a value's are each asked for."""
+
+    step: int = 1
+    at_most: int | None = None
+
+    def refusal(self, dim: int) -> str | None:
+        """Why a head dim is not among them."""
+        if dim % self.step:
+            return f"head dim {dim} is not a multiple of {self.step}"
+        if self.at_most is not None and dim > self.at_most:
+            return f"head dim {dim} is above {self.at_most}"
+        return None
+
+    def __str__(self) -> str:
+        parts = [f"multiples of {self.step}"] if self.step > 1 else []
+        parts += [f"up to {self.at_most}"] if self.at_most is not None else []
+        return ", ".join(parts) or "any"
+
+
+def multiple_of(step: int, at_most: int | None = None) -> HeadDims:
+    """Head dims that are multiples of ``step``."""
+    return HeadDims(step, at_most)
+
+
+HALF = frozenset({"float16", "bfloat16"})
+FLOATS = HALF | {"float32"}
+ALL_FLOATS = FLOATS | {"float64"}
+
+
+class _Everything(frozenset):
+    """A set that holds whatever it is asked for."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "EVERYTHING"
+
+
+EVERYTHING = _Everything()
+
+
+@dataclass(frozen=True)
+class Support:
+    """What an implementation can do.
+
+    Attributes:
+        devices: where it runs.
+        dtypes: names of the dtypes it takes.
+        head_dims: which head dims it takes.
+        features: which of the operation's features it has; the operation lists their names.
+        gradients: for which arguments it returns gradients.
+        deterministic: whether a rerun gives the same bits.
+        requires: modules that must be installed, and the extra of ejkernel that installs them.
+    """
+
+    devices: Devices = field(default_factory=any_device)
+    dtypes: frozenset[str] = FLOATS
+    head_dims: HeadDims = field(default_factory=HeadDims)
+    features: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+    deterministic: bool = True
+    requires: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("dtypes", "features", "gradients"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise InvalidInputError(f"Support({name}={value!r}): expected a set of names, such as {{{value!r}}}.")
+            if not isinstance(value, frozenset):
+                object.__setattr__(self, name, frozenset(value))
+
+    @classmethod
+    def everything(cls, *, devices: Devices | None = None) -> Support:
+        """For a kernel that does all that its operation can be asked.
+
+        Example:
+            >>> "bias" in Support.everything().features
+            True
+        """
+        return cls(devices or any_device(), EVERYTHING, HeadDims(), EVERYTHING, EVERYTHING)
+
+    def refusals(self, request: Request) -> list[str]:
+        """Every reason why this implementation cannot do what is asked; empty if it can."""
+        reasons = [self.devices.refusal(request.device)]
+        if request.dtype and request.dtype not in self.dtypes:
+            reasons.append(f"dtype {request.dtype} is not supported")
+        reasons += [self.head_dims.refusal(dim) for dim in dict.fromkeys(request.head_dims)]
+        reasons += [
+            f"{phrase} is not supported" for name, phrase in request.features.items() if name not in self.features
+        ]
+        reasons += [f"no gradient for {name}" for name in sorted(request.gradients) if name not in self.gradients]
+        for module, extra in self.requires:
+            if importlib.util.find_spec(module) is None:
+                reasons.append(f"needs the package {module} (pip install 'ejkernel[{extra}]')")
+        return [reason for reason in reasons if reason]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call asks of an implementation.
+
+    ``features`` maps each feature that the call uses to the words that name it in a reason.
+    """
+
+    device: DeviceInfo
+    dtype: str = ""
+    head_dims: tuple[int, ...] = ()
+    features: Any = field(default_factory=dict)
+    gradients: frozenset[str] = frozenset()

@@ -1,0 +1,463 @@
+"""``flash_attention``: exact attention in linear memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int, Num
+
+from ejkernel.kernels import dropout
+from ejkernel.ops.core.checks import Checker, concrete, is_array
+from ejkernel.ops.core.operation import Call, Cost, Operation
+from ejkernel.ops.core.support import Backend, Platform
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.xla_utils import prepare_sequence_ids
+
+_check = Checker("flash_attention")
+
+
+def flash_attention(
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads value_dim"],
+    attention_mask: Num[Array, "..."] | Bool[Array, "..."] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | Int[Array, ""] | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    cum_seqlens_q: Int[Array, " offsets"] | None = None,
+    cum_seqlens_k: Int[Array, " offsets"] | None = None,
+    softmax_aux: Float[Array, "..."] | None = None,
+    *,
+    q_segment_ids: Int[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Int[Array, "batch kv_len"] | None = None,
+    return_lse: bool = False,
+    platform: Platform | str | None = None,
+    backend: Backend | str | None = None,
+) -> Float[Array, "batch q_len heads value_dim"] | tuple[Array, Array]:
+    """Exact attention whose memory grows with the length, not with its square.
+
+    Logits are ``softmax_scale * query @ key``, then capped, then biased, then masked. A query that may attend to nothing
+    gives 0. Half precision accumulates in float32; the output has the query's dtype.
+
+    Args:
+        query: ``[B, Sq, H, D]``.
+        key: ``[B, Sk, Hkv, D]``; ``H`` is a multiple of ``Hkv`` and query head ``h`` uses key head ``h // (H / Hkv)``.
+        value: ``[B, Sk, Hkv, Dv]``.
+        attention_mask: boolean or integer, non-zero = attend: ``[B, Sk]``, ``[B, Sq, Sk]``, or four dimensions that
+            broadcast to ``[B, H, Sq, Sk]``.
+        bias: added to the capped logits; broadcasts to ``[B, H, Sq, Sk]`` as in numpy.
+        causal: query ``i`` sees keys ``j <= i + Sk - Sq``.
+        softmax_scale: default ``D ** -0.5``.
+        dropout_prob: share of the attention weights to drop, in [0, 1); the others are scaled by ``1 / (1 - p)``.
+        dropout_seed: decides, with the indices of batch, head, query and key, which; the same on every platform.
+        fwd_params, bwd_params: block sizes and the like. They change the speed, never the result's meaning.
+        sliding_window: ``(left, right)``: query ``i`` sees keys from ``p - left`` to ``p + right``, both included, where
+            ``p = i + Sk - Sq``; an int is both sides, None is unbounded.
+        logits_soft_cap: ``cap * tanh(logits / cap)``.
+        cum_seqlens_q, cum_seqlens_k: ``[N + 1]`` offsets of sequences packed into a batch of 1; causality and the window
+            then count within a sequence, and tokens past the last offset are padding.
+        softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``: they join the softmax's denominator alone.
+        q_segment_ids, kv_segment_ids: a query sees the keys of its own id; ids <= 0 are padding.
+        return_lse: also return the log-sum-exp of the logits, ``[B, H, Sq]``, float32, sinks included.
+        platform, backend: run exactly this implementation, or raise.
+
+    Returns:
+        ``[B, Sq, H, Dv]``, or ``(out, lse)``. Query, key, value, bias and softmax_aux have gradients, and so has the lse.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ejkernel import flash_attention
+        >>> x = jnp.ones((1, 4, 2, 8))
+        >>> flash_attention(x, x, x, causal=True, sliding_window=(1, 0)).shape
+        (1, 4, 2, 8)
+    """
+    return OPERATION(
+        (
+            query,
+            key,
+            value,
+            attention_mask,
+            bias,
+            # A Python int may not fit the int32 that JAX would make of it.
+            np.uint32(dropout_seed & 0xFFFFFFFF) if type(dropout_seed) is int else dropout_seed,
+            cum_seqlens_q,
+            cum_seqlens_k,
+            softmax_aux,
+            q_segment_ids,
+            kv_segment_ids,
+        ),
+        (
+            causal,
+            softmax_scale,
+            dropout_prob,
+            fwd_params,
+            bwd_params,
+            sliding_window,
+            logits_soft_cap,
+            return_lse,
+            platform,
+            backend,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class FlashSpec:
+    """What to compute, beside the arrays."""
+
+    causal: bool
+    window: tuple[int | None, int | None]
+    softmax_scale: float
+    logits_soft_cap: float | None
+    dropout_prob: float
+
+
+class FlashAttention(Operation):
+    """Arrays for kernels, each with a batch axis in front (of size 1 only where it says so):
+
+    ``query``, ``key``, ``value`` as passed; ``attention_mask`` boolean and ``bias``, both ``[B|1, H|1, Sq|1, Sk|1]``;
+    ``softmax_aux`` float32 ``[B|1, H]``, the sinks' log-sum-exp; ``q_segment_ids``, ``kv_segment_ids`` ``[B, S]``;
+    ``kv_start``, ``kv_stop`` int32 ``[B|1, Sq]`` for packed sequences, the interval of keys that each query may see with
+    causality and the window counted in, neither ever decreasing; ``dropout_key`` uint32 ``[B]``.
+    """
+
+    name = "flash_attention"
+    arrays = (
+        "query",
+        "key",
+        "value",
+        "attention_mask",
+        "bias",
+        "dropout_seed",
+        "cum_seqlens_q",
+        "cum_seqlens_k",
+        "softmax_aux",
+        "q_segment_ids",
+        "kv_segment_ids",
+    )
+    statics = (
+        "causal",
+        "softmax_scale",
+        "dropout_prob",
+        "fwd_params",
+        "bwd_params",
+        "sliding_window",
+        "logits_soft_cap",
+        "return_lse",
+        "platform",
+        "backend",
+    )
+    features: ClassVar[dict[str, str]] = {
+        "causal": "causal masking, aligned bottom-right",
+        "window": "a sliding window, bounded on one side or both",
+        "soft_cap": "soft-capped logits",
+        "bias": "an additive bias",
+        "mask": "a boolean mask",
+        "segments": "segment ids",
+        "varlen": "packed sequences (cum_seqlens)",
+        "sinks": "attention sinks (softmax_aux)",
+        "dropout": "dropout of attention weights",
+        "gqa": "fewer key heads than query heads",
+        "value_dim": "values of another head dim than the keys",
+        "cross": "queries and keys of different lengths",
+        "lse": "the log-sum-exp as a result",
+    }
+    gradients = ("query", "key", "value", "bias", "softmax_aux")
+    shareable = frozenset({"attention_mask", "bias", "softmax_aux", "kv_start", "kv_stop"})
+
+    def bind(self, arguments: dict[str, Any]) -> Call:
+        """Check every argument; see the base class."""
+        a = arguments
+        self._check_main_arrays(a["query"], a["key"], a["value"])
+        batch, q_len, heads, head_dim = a["query"].shape
+        kv_len, kv_heads, value_dim = a["value"].shape[1:]
+        full = (batch, heads, q_len, kv_len)
+        self._check_mask(a["attention_mask"], full)
+        self._check_bias(a["bias"], full)
+        self._check_packing(a["cum_seqlens_q"], a["cum_seqlens_k"], batch)
+        self._check_segments(a["q_segment_ids"], a["kv_segment_ids"], full)
+        self._check_sinks(a["softmax_aux"], heads)
+        spec = self._spec(a, head_dim)
+        _check.flag("return_lse", a["return_lse"])
+        used = {
+            "causal": (spec.causal, "causal"),
+            "window": (spec.window != (None, None), "sliding_window"),
+            "soft_cap": (spec.logits_soft_cap is not None, "logits_soft_cap"),
+            "bias": (a["bias"] is not None, "bias"),
+            "mask": (a["attention_mask"] is not None, "attention_mask"),
+            "segments": (a["q_segment_ids"] is not None, "q_segment_ids"),
+            "varlen": (a["cum_seqlens_q"] is not None, "cum_seqlens_q"),
+            "sinks": (a["softmax_aux"] is not None, "softmax_aux"),
+            "dropout": (spec.dropout_prob > 0, "dropout_prob"),
+            "gqa": (heads != kv_heads, f"{heads} query heads for {kv_heads} key heads"),
+            "value_dim": (head_dim != value_dim, f"value head dim {value_dim} beside {head_dim}"),
+            "cross": (q_len != kv_len, f"query length {q_len} beside key length {kv_len}"),
+            "lse": (a["return_lse"], "return_lse"),
+        }
+        features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
+        main = {name: value for name, value in a.items() if is_array(value)}
+        return Call(
+            operation=self.name,
+            arguments=self.given(a),
+            spec=spec,
+            dtype=jnp.dtype(a["query"].dtype).name,
+            head_dims=(head_dim, value_dim),
+            features=features,
+            bucket=(
+                ("dtype", jnp.dtype(a["query"].dtype).name),
+                ("head_dim", head_dim),
+                ("value_dim", value_dim),
+                ("group", heads // kv_heads),
+                ("heads", _power_of_two(batch * kv_heads)),
+                ("q_len", _power_of_two(q_len)),
+                ("kv_len", _power_of_two(kv_len)),
+                ("window", tuple(None if side is None else _power_of_two(side + 1) for side in spec.window)),
+                ("features", tuple(sorted(features.keys() - {"lse"}))),
+            ),
+            shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), main) if batch else {},
+            fwd_params=a["fwd_params"],
+            bwd_params=a["bwd_params"],
+        )
+
+    def _check_main_arrays(self, query: Any, key: Any, value: Any) -> None:
+        names = {
+            "query": "[batch, q_len, heads, head_dim]",
+            "key": "[batch, kv_len, kv_heads, head_dim]",
+            "value": "[batch, kv_len, kv_heads, value_dim]",
+        }
+        for (name, layout), array in zip(names.items(), (query, key, value), strict=True):
+            _check.array(name, array, layout, ranks=(4,), kinds=(jnp.floating,))
+            if 0 in array.shape[1:]:
+                _check.fail(name, array, f"{layout} with every size but the batch at least 1")
+        for name, array in (("key", key), ("value", value)):
+            if array.dtype != query.dtype:
+                _check.fail(name, array, f"the query's dtype, {query.dtype}: cast one of them")
+            if array.shape[0] != query.shape[0]:
+                _check.fail(name, array, f"the query's batch, {query.shape[0]}")
+        if key.shape[3] != query.shape[3]:
+            _check.fail("key", key, f"the query's head dim, {query.shape[3]}")
+        if value.shape[1:3] != key.shape[1:3]:
+            _check.fail("value", value, f"the key's length and heads, {list(key.shape[1:3])}")
+        if query.shape[2] % key.shape[2]:
+            _check.fail("query", query, f"a number of heads that is a multiple of the key's {key.shape[2]}")
+
+    def _check_mask(self, mask: Any, full: tuple[int, ...]) -> None:
+        if mask is None:
+            return
+        batch, _, q_len, kv_len = full
+        layout = f"[{batch}, {kv_len}], [{batch}, {q_len}, {kv_len}] or four dimensions that broadcast to {list(full)}"
+        if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.floating):
+            _check.fail("attention_mask", mask, f"{layout}, boolean or integer; a float to add to the logits is a bias")
+        _check.array("attention_mask", mask, layout, ranks=(2, 3, 4), kinds=(jnp.bool_, jnp.integer))
+        exact = {2: (batch, kv_len), 3: (batch, q_len, kv_len)}
+        fits = mask.shape == exact[mask.ndim] if mask.ndim in exact else _broadcasts(mask.shape, full)
+        if not fits:
+            _check.fail("attention_mask", mask, layout)
+
+    def _check_bias(self, bias: Any, full: tuple[int, ...]) -> None:
+        if bias is None:
+            return
+        layout = f"a shape that broadcasts to {list(full)}"
+        _check.array("bias", bias, layout, ranks=(0, 1, 2, 3, 4), kinds=(jnp.floating,))
+        if not _broadcasts(_four(bias.shape), full):
+            _check.fail("bias", bias, layout)
+
+    def _check_packing(self, cum_q: Any, cum_k: Any, batch: int) -> None:
+        if cum_q is None and cum_k is None:
+            return
+        pair = {"cum_seqlens_q": cum_q, "cum_seqlens_k": cum_k}
+        for name, offsets in pair.items():
+            _check.array(name, offsets, "[sequences + 1], beside its pair", ranks=(1,), kinds=(jnp.integer,))
+            if offsets.shape[0] < 2:
+                _check.fail(name, offsets, "at least two offsets: [0, length]")
+        if cum_q.shape != cum_k.shape:
+            _check.fail("cum_seqlens_k", cum_k, f"as many offsets as cum_seqlens_q has, {cum_q.shape[0]}")
+        if batch > 1:
+            _check.fail("cum_seqlens_q", cum_q, f"a batch of 1 with packed sequences; the batch is {batch}")
+
+    def _check_segments(self, q_ids: Any, kv_ids: Any, full: tuple[int, ...]) -> None:
+        if q_ids is None and kv_ids is None:
+            return
+        batch, _, q_len, kv_len = full
+        for name, ids, length in (("q_segment_ids", q_ids, q_len), ("kv_segment_ids", kv_ids, kv_len)):
+            layout = f"[{batch}, {length}] integers, beside its pair"
+            _check.array(name, ids, layout, ranks=(2,), kinds=(jnp.integer,))
+            if ids.shape != (batch, length):
+                _check.fail(name, ids, layout)
+
+    def _check_sinks(self, sinks: Any, heads: int) -> None:
+        if sinks is None:
+            return
+        layout = f"[num_sinks] or [{heads}, num_sinks]"
+        _check.array("softmax_aux", sinks, layout, ranks=(1, 2), kinds=(jnp.floating,))
+        if sinks.shape[-1] == 0 or (sinks.ndim == 2 and sinks.shape[0] != heads):
+            _check.fail("softmax_aux", sinks, f"{layout} with at least one sink")
+
+    def _spec(self, a: dict[str, Any], head_dim: int) -> FlashSpec:
+        scale, cap, seed = a["softmax_scale"], a["logits_soft_cap"], a["dropout_seed"]
+        probability = _check.number("dropout_prob", a["dropout_prob"], "a probability in [0, 1)")
+        if not 0 <= probability < 1:
+            _check.fail("dropout_prob", a["dropout_prob"], "a probability in [0, 1)")
+        if probability and seed is None:
+            _check.fail("dropout_seed", seed, "an integer, since dropout_prob is above 0")
+        if seed is not None:
+            _check.array(
+                "dropout_seed",
+                np.asarray(seed) if isinstance(seed, int) else seed,
+                "one integer",
+                ranks=(0,),
+                kinds=(jnp.integer,),
+            )
+        if cap is not None and _check.number("logits_soft_cap", cap, "a number above 0") <= 0:
+            _check.fail("logits_soft_cap", cap, "a number above 0, or None")
+        return FlashSpec(
+            causal=_check.flag("causal", a["causal"]),
+            window=_check.window("sliding_window", a["sliding_window"]),
+            softmax_scale=head_dim**-0.5 if scale is None else _check.number("softmax_scale", scale, "a number"),
+            logits_soft_cap=None if cap is None else float(cap),
+            dropout_prob=probability,
+        )
+
+    def check_values(self, arguments: dict[str, Any]) -> None:
+        """Offsets must start at 0 and never decrease."""
+        for name, length_of in (("cum_seqlens_q", "query"), ("cum_seqlens_k", "key")):
+            offsets = concrete(arguments[name])
+            if offsets is None or offsets.ndim != 1 or not offsets.size or not is_array(arguments[length_of]):
+                continue
+            total = arguments[length_of].shape[1]
+            if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > total:
+                shown = np.array2string(offsets, threshold=8)
+                _check.fail(
+                    name,
+                    arguments[name],
+                    f"offsets that start at 0, never decrease and end by {total}; they are {shown}",
+                )
+
+    def prepare(self, arguments: dict[str, Any], spec: FlashSpec) -> dict[str, Array]:
+        """The kernels' arrays; see the class."""
+        a = arguments
+        query, key, mask, bias = a["query"], a["key"], a["attention_mask"], a["bias"]
+        arrays = {"query": query, "key": key, "value": a["value"]}
+        if mask is not None:
+            shape = {2: (0, None, None, 1), 3: (0, None, 1, 2), 4: (0, 1, 2, 3)}[mask.ndim]
+            arrays["attention_mask"] = (mask != 0).reshape([1 if axis is None else mask.shape[axis] for axis in shape])
+        if bias is not None:
+            arrays["bias"] = jnp.reshape(bias, _four(bias.shape))
+        if a["q_segment_ids"] is not None:
+            arrays["q_segment_ids"] = a["q_segment_ids"].astype(jnp.int32)
+            arrays["kv_segment_ids"] = a["kv_segment_ids"].astype(jnp.int32)
+        if a["cum_seqlens_q"] is not None:
+            arrays["kv_start"], arrays["kv_stop"] = _packed_intervals(
+                a["cum_seqlens_q"].astype(jnp.int32), a["cum_seqlens_k"].astype(jnp.int32), query.shape[1], spec
+            )
+        if a["softmax_aux"] is not None:
+            dtype = jnp.promote_types(query.dtype, jnp.float32)
+            sinks = _log_sum_exp(a["softmax_aux"].astype(dtype))
+            arrays["softmax_aux"] = jnp.broadcast_to(sinks, (1, query.shape[2]))
+        if spec.dropout_prob:
+            arrays["dropout_key"] = dropout.batch_keys(a["dropout_seed"], query.shape[0])
+        return arrays
+
+    def empty(self, arguments: dict[str, Any]) -> Any:
+        """Zeros for a batch of 0."""
+        query, value = arguments["query"], arguments["value"]
+        if query.shape[0]:
+            return None
+        _, q_len, heads, _ = query.shape
+        out = jnp.zeros((0, q_len, heads, value.shape[3]), query.dtype)
+        lse = jnp.zeros((0, heads, q_len), jnp.promote_types(query.dtype, jnp.float32))
+        return self.finish(arguments, out, lse)
+
+    def finish(self, arguments: dict[str, Any], out: Array, lse: Array) -> Any:
+        """The output, with the lse if it was asked for."""
+        return (out, lse) if arguments["return_lse"] else out
+
+    def cost(self, call: Call) -> Cost:
+        """Two products a visible pair forward, five backward; every array once. Masks that are data count as seen."""
+        query, value = call.shapes["query"], call.shapes["value"]
+        batch, q_len, heads, head_dim = query.shape
+        kv_len, _, value_dim = value.shape[1:]
+        pairs = batch * heads * _visible_pairs(call.spec, q_len, kv_len)
+        out_bytes = batch * q_len * heads * value_dim * query.dtype.itemsize
+        read = sum(math.prod(array.shape) * array.dtype.itemsize for array in call.shapes.values())
+        return Cost(
+            flops=2 * pairs * (head_dim + value_dim),
+            bytes=read + out_bytes,
+            backward_flops=2 * pairs * (3 * head_dim + 2 * value_dim),
+            backward_bytes=2 * read + 2 * out_bytes,
+        )
+
+    def sample(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+        """Random numbers where numbers are multiplied, and masks that hide nothing."""
+        keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
+
+        def make(name: str, like: jax.ShapeDtypeStruct) -> Array:
+            if jnp.issubdtype(like.dtype, jnp.floating):
+                return jax.random.normal(keys[name], like.shape, like.dtype)
+            if name == "kv_stop":
+                return jnp.full(like.shape, shapes["key"].shape[1], like.dtype)
+            if name in ("cum_seqlens_q", "cum_seqlens_k"):
+                length = shapes["query" if name.endswith("q") else "key"].shape[1]
+                return jnp.linspace(0, length, like.shape[0]).astype(like.dtype)
+            return jnp.zeros(like.shape, like.dtype) if name == "kv_start" else jnp.ones(like.shape, like.dtype)
+
+        return {name: make(name, like) for name, like in shapes.items()}
+
+
+def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * (4 - len(shape)) + tuple(shape)
+
+
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    return all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
+
+
+def _power_of_two(size: int) -> int:
+    """The power of two at or above."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _log_sum_exp(x: Array) -> Array:
+    """Over the last axis; −inf, with gradient 0, where all are −inf."""
+    top = jax.lax.stop_gradient(x.max(-1, keepdims=True))
+    some = jnp.isfinite(top)
+    total = jnp.exp(x - jnp.where(some, top, 0)).sum(-1)
+    return jnp.where(some[..., 0], jnp.log(jnp.where(some[..., 0], total, 1)) + top[..., 0], top[..., 0])
+
+
+def _packed_intervals(cum_q: Array, cum_k: Array, q_len: int, spec: FlashSpec) -> tuple[Array, Array]:
+    """``[1, Sq]`` starts and stops of the keys that each packed query may see."""
+    sequence = prepare_sequence_ids(cum_q, q_len)
+    padding = sequence < 0
+    q_end, k_first, k_end = cum_q[sequence + 1], cum_k[sequence], cum_k[sequence + 1]
+    position = jnp.arange(q_len, dtype=jnp.int32) - q_end + k_end
+    left, right = spec.window
+    right = 0 if spec.causal and (right is None or right > 0) else right
+    start = k_first if left is None else jnp.clip(position - left, k_first, k_end)
+    stop = k_end if right is None else jnp.clip(position + right + 1, start, k_end)
+    return jnp.where(padding, cum_k[-1], start)[None], jnp.where(padding, cum_k[-1], stop)[None]
+
+
+def _visible_pairs(spec: FlashSpec, q_len: int, kv_len: int) -> int:
+    """How many (query, key) pairs causality and the window leave in one head."""
+    position = np.arange(q_len) + kv_len - q_len
+    left, right = spec.window
+    right = 0 if spec.causal and (right is None or right > 0) else right
+    start = np.zeros_like(position) if left is None else np.clip(position - left, 0, kv_len)
+    stop = np.full_like(position, kv_len) if right is None else np.clip(position + right + 1, 0, kv_len)
+    return int(np.maximum(stop - start, 0).sum())
+
+
+OPERATION = FlashAttention(flash_attention)

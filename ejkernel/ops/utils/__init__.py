@@ -1,0 +1,1 @@
+"""Keys and parameters: `fingerprint` names devices and values, `datacarrier` holds a kernel's parameters."""

@@ -1,0 +1,107 @@
+"""Comparing arrays, and inputs that are worth comparing on."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import DTypeLike, Float, Key, UInt32
+
+from ejkernel.errors import InvalidInputError
+
+__all__ = ["assert_allclose", "generate_attention_inputs"]
+
+
+def assert_allclose(
+    actual: Any, expected: Any, rtol: float | int = 1e-5, atol: float | int = 1e-8, equal_nan: bool = True
+) -> None:
+    """Raise unless `|actual - expected| ≤ atol + rtol · |expected|` everywhere and the shapes are equal.
+
+    Takes whatever numpy can make an array of, of any dtype: it compares in float64, where integers neither
+    wrap nor round. Infinities are close to themselves only.
+
+    Raises:
+        AssertionError: with the worst place and how many places differ.
+
+    Example:
+        >>> assert_allclose(jnp.array([1.0, 2.0]), [1.0, 2.0])
+        >>> assert_allclose(np.uint8(3), np.uint8(5))
+        Traceback (most recent call last):
+            ...
+        AssertionError: 1 of 1 elements differ (rtol=1e-05, atol=1e-08).
+        Largest difference: 2.0 at ()
+        actual (uint8): 3
+        expected (uint8): 5
+    """
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if actual.shape != expected.shape:
+        raise AssertionError(f"Shapes differ: actual {actual.shape}, expected {expected.shape}.")
+    left, right = _widened(actual), _widened(expected)
+    differ = ~np.isclose(left, right, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    if not differ.any():
+        return
+    with np.errstate(invalid="ignore"):
+        distance = np.where(differ, np.abs(left - right), 0)
+    distance = np.where(np.isnan(distance), np.inf, distance)  # a NaN on one side is as far off as can be
+    worst = np.unravel_index(int(np.argmax(distance)), distance.shape)
+    raise AssertionError(
+        f"{int(differ.sum())} of {differ.size} elements differ (rtol={rtol:g}, atol={atol:g}).\n"
+        f"Largest difference: {distance[worst]} at {tuple(int(place) for place in worst)}\n"
+        f"actual ({actual.dtype}): {actual[worst]}\n"
+        f"expected ({expected.dtype}): {expected[worst]}"
+    )
+
+
+def generate_attention_inputs(
+    batch_size: int = 2,
+    seq_len: int = 128,
+    num_heads: int = 8,
+    head_dim: int = 64,
+    dtype: DTypeLike = jnp.float32,
+    key: Key[Array, ""] | UInt32[Array, "2"] | None = None,
+    *,
+    num_kv_heads: int | None = None,
+    kv_seq_len: int | None = None,
+    scale: float | int = 1.0,
+) -> dict[str, Float[Array, "batch length heads head_dim"]]:
+    """Random query, key and value: normal numbers times `scale`, 1 of which makes the softmax far from flat.
+
+    Args:
+        batch_size: number of sequences.
+        seq_len: length of the query, and of key and value unless `kv_seq_len` says otherwise.
+        num_heads: heads of the query, and of key and value unless `num_kv_heads` says otherwise.
+        head_dim: size of a head.
+        dtype: dtype of all three.
+        key: random key; `jax.random.PRNGKey(0)` by default.
+        num_kv_heads: heads of key and value, a divisor of `num_heads`.
+        kv_seq_len: length of key and value.
+        scale: standard deviation.
+
+    Example:
+        >>> inputs = generate_attention_inputs(1, 16, 4, 8, num_kv_heads=2, kv_seq_len=32)
+        >>> {name: array.shape for name, array in inputs.items()}
+        {'query': (1, 16, 4, 8), 'key': (1, 32, 2, 8), 'value': (1, 32, 2, 8)}
+    """
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    kv_length = seq_len if kv_seq_len is None else kv_seq_len
+    if kv_heads <= 0 or num_heads % kv_heads:
+        raise InvalidInputError(f"num_kv_heads is {kv_heads}; expected a divisor of num_heads, which is {num_heads}.")
+    keys = jax.random.split(jax.random.PRNGKey(0) if key is None else key, 3)
+    shapes = {
+        "query": (batch_size, seq_len, num_heads, head_dim),
+        "key": (batch_size, kv_length, kv_heads, head_dim),
+        "value": (batch_size, kv_length, kv_heads, head_dim),
+    }
+    return {
+        name: jax.random.normal(sub_key, shape, dtype) * jnp.asarray(scale, dtype)
+        for sub_key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind == "c":
+        return array.astype(np.complex128)
+    # Only these are exact for some integers that float64 rounds.
+    wide = np.longdouble if array.dtype.kind in "iu" and array.dtype.itemsize == 8 else np.float64
+    return array.astype(wide)

@@ -1,0 +1,45 @@
+import os
+
+# Before JAX is imported: CPU only, eight devices to shard over, and compilations kept between runs of the suite.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), "..", ".cache", "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+import jax
+import pytest
+from hypothesis import HealthCheck, settings
+
+from ejkernel import kernel_registry
+from ejkernel.ops.config import chain, store
+from ejkernel.ops.core.device import describe
+
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("suite")
+
+
+def runnable(algorithm):
+    """The implementations that this machine can run, as parameters of a test."""
+    device = describe(jax.local_devices()[0])
+    return [
+        pytest.param(entry, id=str(entry).replace(" ", "-"))
+        for entry in kernel_registry.list_implementations(algorithm)
+        if entry.support.devices.refusal(device) is None
+    ]
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path, monkeypatch):
+    """Every test has an empty store and remembers nothing of others."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("EJKERNEL_AUTOTUNE", raising=False)
+    chain.forget()
+    store._warned.clear()
+    yield tmp_path / "cache"
+    chain.forget()
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield

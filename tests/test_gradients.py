@@ -1,0 +1,151 @@
+"""Every gradient of every implementation against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import COMBINED, Case, single_feature_cases
+from conftest import runnable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import assert_close
+
+from ejkernel import BwdParams, FwdParams, flash_attention
+from ejkernel.ops.flash_attention import OPERATION
+
+IMPLEMENTATIONS = runnable("flash_attention")
+
+
+def check(entry, case, dtype="float32", wanted=None):
+    """All gradients (or the wanted ones) of both outputs, with random cotangents."""
+    arrays, statics = case.make(dtype)
+    wanted = [name for name in OPERATION.gradients if name in arrays and (wanted is None or name in wanted)]
+    assert set(wanted) <= set(entry.support.gradients)
+    call = {**statics, **case.blocks, "return_lse": True, "platform": entry.platform}
+
+    def run(differentiated):
+        return flash_attention(**{**arrays, **differentiated}, **call)
+
+    (out, lse), pull = jax.vjp(run, {name: arrays[name] for name in wanted})
+    rng = np.random.default_rng(7)
+    dout = jnp.asarray(rng.standard_normal(out.shape), dtype)
+    # The lse of a row that sees nothing is −inf and constant: its cotangent must not matter.
+    dlse = jnp.asarray(rng.standard_normal(lse.shape), lse.dtype)
+    (grads,) = pull((dout, dlse))
+    known = case.as_oracle(arrays, statics)
+    _, _, expected = oracle.attention(**known, dout=np.asarray(dout), dlse=np.asarray(dlse))
+    for name in wanted:
+        assert grads[name].dtype == arrays[name].dtype
+        assert_close(grads[name], expected[name], dtype, gradient=True, what=f"{case} d{name}")
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", [*single_feature_cases(OPERATION.features), *COMBINED], ids=str)
+def test_gradients(entry, case):
+    if not case.features <= entry.support.features:
+        pytest.skip(f"{entry} does not support {sorted(case.features - entry.support.features)}")
+    check(entry, case)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_dtypes(entry, dtype, name, request):
+    if dtype not in entry.support.dtypes:
+        pytest.skip(f"{entry} does not take {dtype}")
+    if dtype == "float64":
+        request.getfixturevalue("x64")
+    check(entry, next(c for c in [Case("plain"), *COMBINED] if c.name == name), dtype)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_feature_combinations(entry, data):
+    """Any features together, any sizes, any blocks."""
+    names = sorted(set(OPERATION.features) & set(entry.support.features) - {"gqa", "value_dim", "cross", "lse"})
+    size = st.integers(1, 60)
+    q_len = data.draw(size)
+    side = st.none() | st.integers(0, 70)
+    block = st.sampled_from([7, 16, 33, 64])
+    case = Case(
+        "drawn",
+        data.draw(st.sets(st.sampled_from(names)).map(frozenset)),
+        batch=data.draw(st.integers(1, 3)),
+        q_len=q_len,
+        kv_len=data.draw(st.just(q_len) | size),
+        kv_heads=data.draw(st.integers(1, 2)),
+        group=data.draw(st.integers(1, 3)),
+        head_dim=data.draw(st.sampled_from([1, 8, 20])),
+        value_dim=data.draw(st.sampled_from([1, 8, 20])),
+        window=data.draw(st.tuples(side, side)),
+        variant=data.draw(st.integers(0, 5)),
+        blocks={
+            "fwd_params": FwdParams(q_blocksize=data.draw(block), kv_blocksize=data.draw(block)),
+            "bwd_params": BwdParams(q_blocksize=data.draw(block), kv_blocksize=data.draw(block)),
+        },
+    )
+    check(entry, case)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "wanted", [("query",), ("key", "value"), ("bias",), ("softmax_aux",), ("value", "softmax_aux")], ids=str
+)
+def test_some_gradients_alone(entry, wanted):
+    case = next(c for c in COMBINED if c.name == "everything")
+    check(entry, case, wanted=wanted)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_garbage_in_padding_reaches_no_gradient(entry, garbage):
+    length, real = 40, 27
+    ids = jnp.asarray(np.where(np.arange(length) < real, 1, 0)[None])
+    rng = np.random.default_rng(3)
+    clean = {n: jnp.asarray(rng.standard_normal((1, length, 2, 8)), "float32") for n in ("query", "key", "value")}
+    padding = (ids == 0)[:, :, None, None]
+    blocks = {
+        "fwd_params": FwdParams(q_blocksize=16, kv_blocksize=16),
+        "bwd_params": BwdParams(q_blocksize=16, kv_blocksize=16),
+    }
+
+    def loss(arrays):
+        out = flash_attention(**arrays, q_segment_ids=ids, kv_segment_ids=ids, platform=entry.platform, **blocks)
+        return (out[:, :real] ** 2).sum()
+
+    expected = jax.grad(loss)(clean)
+    grads = jax.grad(loss)({n: jnp.where(padding, garbage, x) for n, x in clean.items()})
+    for name, grad in grads.items():
+        np.testing.assert_array_equal(grad, expected[name], err_msg=name)
+        assert (grad[:, real:] == 0).all()
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_rows_with_nothing_to_see_have_no_gradient(entry):
+    x = jnp.ones((1, 8, 2, 4))
+    bias = jnp.full((8, 8), -jnp.inf)
+
+    def loss(q, k, v, bias):
+        return flash_attention(q, k, v, bias=bias, platform=entry.platform).sum()
+
+    for grad in jax.grad(loss, (0, 1, 2, 3))(x, x, x, bias):
+        np.testing.assert_array_equal(grad, 0)
+
+
+def test_unused_bias_gradient_costs_no_memory():
+    """A bias that is only added must not cost its square once more."""
+    length = 1024
+    x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 2, length, length), jnp.float32)
+    blocks = {
+        "fwd_params": FwdParams(q_blocksize=128, kv_blocksize=128),
+        "bwd_params": BwdParams(q_blocksize=128, kv_blocksize=128),
+    }
+
+    def loss(q, k, v, bias):
+        return flash_attention(q, k, v, bias=bias, **blocks).sum()
+
+    temporary = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, bias).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < length * length * 4

@@ -1,0 +1,66 @@
+"""Under jit: the same bits, no recompilation that shapes do not ask for, and little overhead outside of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import COMBINED, SMALL_BLOCKS
+from conftest import runnable
+
+from ejkernel import FwdParams, flash_attention, overlay
+from ejkernel.ops.core import operation
+
+IMPLEMENTATIONS = runnable("flash_attention")
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["everything", "everything_packed", "varlen_cross"])
+def test_jit_equals_eager(entry, name):
+    arrays, statics = next(c for c in COMBINED if c.name == name).make()
+    call = {**statics, **SMALL_BLOCKS, "platform": entry.platform}
+    eager = flash_attention(**arrays, **call)
+    jitted = jax.jit(lambda arrays: flash_attention(**arrays, **call))(arrays)
+    for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def count_traces(monkeypatch):
+    traces = []
+    original = operation.Operation._trace
+    monkeypatch.setattr(operation.Operation, "_trace", lambda self, *a: traces.append(1) or original(self, *a))
+    return traces
+
+
+def test_one_trace_for_all_values(monkeypatch):
+    traces = count_traces(monkeypatch)
+    x = jnp.ones((1, 19, 2, 8))
+    for seed in range(3):
+        for ends in ([0, 4, 19], [0, 0, 7], [0, 19, 19]):
+            offsets = jnp.asarray(ends)
+            flash_attention(
+                x, x + seed, x, cum_seqlens_q=offsets, cum_seqlens_k=offsets, dropout_prob=0.1, dropout_seed=seed
+            )
+    assert len(traces) == 1
+
+
+def test_an_overlay_reaches_functions_jitted_before(monkeypatch):
+    traces = count_traces(monkeypatch)
+    x = jnp.ones((1, 23, 2, 8))
+    jitted = jax.jit(lambda x: flash_attention(x, x, x))
+    jitted(x)
+    with overlay(flash_attention=FwdParams(q_blocksize=8)):
+        jitted(x)
+        jitted(x)
+    jitted(x)
+    assert len(traces) == 2
+
+
+def test_numpy_arrays_and_weak_types():
+    x = np.ones((1, 4, 2, 8), np.float32)
+    np.testing.assert_allclose(flash_attention(x, x, x), x, rtol=1e-6)
+
+
+def test_forward_mode_is_refused_by_jax_not_wrong():
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: flash_attention(x, x, x), (x,), (x,))

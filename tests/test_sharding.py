@@ -1,0 +1,99 @@
+"""Over several devices: by the compiler's own partitioning, and inside shard_map."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+from conftest import runnable
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel import flash_attention
+
+IMPLEMENTATIONS = runnable("flash_attention")
+CASE = Case("sharded", frozenset({"causal", "segments", "sinks", "bias"}), batch=4, kv_heads=4, group=2, variant=4)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+
+SPECS = {
+    "query": P("data", None, "model"),
+    "key": P("data", None, "model"),
+    "value": P("data", None, "model"),
+    "bias": P(None, "model"),
+    "softmax_aux": P(),
+    "q_segment_ids": P("data"),
+    "kv_segment_ids": P("data"),
+}
+
+
+def loss(arrays, entry, statics):
+    out, lse = flash_attention(**arrays, **statics, return_lse=True, platform=entry.platform)
+    return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+
+def gradients(arrays, entry, statics):
+    floats = {n: arrays[n] for n in ("query", "key", "value", "bias", "softmax_aux")}
+    return jax.value_and_grad(lambda f: loss({**arrays, **f}, entry, statics))(floats)
+
+
+def collectives(compiled):
+    return set(re.findall(r"\b(all-gather|all-to-all|collective-permute|reduce-scatter)\b", compiled.as_text()))
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_partitioned_by_the_compiler(entry, mesh):
+    """Batch and heads spread over devices: the right result without gathering any array."""
+    arrays, statics = CASE.make()
+    spread = {n: jax.device_put(x, NamedSharding(mesh, SPECS[n])) for n, x in arrays.items()}
+    step = jax.jit(lambda a: gradients(a, entry, statics))
+    for actual, expected in zip(*map(jax.tree.leaves, (step(spread), gradients(arrays, entry, statics))), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4)
+    assert not collectives(step.lower(spread).compile())
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_inside_shard_map(entry, mesh):
+    """With the default check_vma: arrays that are shared by the devices get their gradients summed."""
+    arrays, statics = CASE.make()
+    specs = {n: SPECS[n] for n in arrays}
+    expected = gradients(arrays, entry, statics)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=P())
+    def mapped(arrays):
+        arrays = {**arrays, "softmax_aux": arrays["softmax_aux"]}
+        return jax.lax.psum(loss(arrays, entry, statics), ("data", "model"))
+
+    floats = {n: arrays[n] for n in ("query", "key", "value", "bias", "softmax_aux")}
+    value, grads = jax.value_and_grad(lambda f: mapped({**arrays, **f}))(floats)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-4)
+    for name in floats:
+        np.testing.assert_allclose(grads[name], expected[1][name], rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_replicated_keys_inside_shard_map(entry, mesh):
+    """Queries that vary beside keys that do not."""
+    q = jax.random.normal(jax.random.key(0), (4, 16, 2, 8))
+    k = jax.random.normal(jax.random.key(1), (1, 20, 2, 8))
+
+    @jax.shard_map(mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    def mapped(q, k):
+        keys = jnp.broadcast_to(k, (q.shape[0], *k.shape[1:]))
+        return flash_attention(q, keys, keys, platform=entry.platform)
+
+    def plain(q, k):
+        keys = jnp.broadcast_to(k, (q.shape[0], *k.shape[1:]))
+        return flash_attention(q, keys, keys, platform=entry.platform)
+
+    for wrt in (0, 1):
+        actual = jax.grad(lambda *a: (mapped(*a) ** 2).sum(), wrt)(q, k)
+        expected = jax.grad(lambda *a: (plain(*a) ** 2).sum(), wrt)(q, k)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,172 @@
+"""Every implementation's values against float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import COMBINED, SMALL_BLOCKS, Case, single_feature_cases
+from conftest import runnable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import assert_close
+
+from ejkernel import FwdParams, flash_attention
+from ejkernel.ops.flash_attention import OPERATION
+
+IMPLEMENTATIONS = runnable("flash_attention")
+
+
+def supported(entry, case):
+    return case.features <= entry.support.features
+
+
+def check(entry, case, dtype="float32", **more):
+    arrays, statics = case.make(dtype)
+    statics = {**statics, "return_lse": True, **case.blocks, **more}
+    out, lse = flash_attention(**arrays, **statics, platform=entry.platform)
+    assert out.dtype == dtype
+    assert lse.dtype == ("float64" if dtype == "float64" else "float32")
+    expected_out, expected_lse = oracle.attention(
+        **case.as_oracle(arrays, {k: v for k, v in statics.items() if k not in more})
+    )
+    assert_close(out, expected_out, dtype, what=f"{case} out")
+    assert_close(lse, expected_lse, dtype, what=f"{case} lse")
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", [*single_feature_cases(OPERATION.features), *COMBINED], ids=str)
+def test_values(entry, case):
+    if not supported(entry, case):
+        pytest.skip(f"{entry} does not support {sorted(case.features - entry.support.features)}")
+    check(entry, case)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["plain", "everything", "everything_packed"])
+def test_dtypes(entry, dtype, name, request):
+    if dtype not in entry.support.dtypes:
+        pytest.skip(f"{entry} does not take {dtype}")
+    if dtype == "float64":
+        request.getfixturevalue("x64")
+    check(entry, next(c for c in [Case("plain"), *COMBINED] if c.name == name), dtype)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_feature_combinations(entry, data):
+    """Any features together, any sizes, any blocks."""
+    names = sorted(set(OPERATION.features) & set(entry.support.features) - {"gqa", "value_dim", "cross"})
+    features = data.draw(st.sets(st.sampled_from(names)).map(frozenset))
+    size = st.integers(1, 70)
+    q_len = data.draw(size)
+    side = st.none() | st.integers(0, 80)
+    block = st.sampled_from([1, 7, 16, 33, 64, 128])
+    case = Case(
+        "drawn",
+        features,
+        batch=data.draw(st.integers(1, 3)),
+        q_len=q_len,
+        kv_len=data.draw(st.just(q_len) | size),
+        kv_heads=data.draw(st.integers(1, 3)),
+        group=data.draw(st.integers(1, 3)),
+        head_dim=data.draw(st.sampled_from([1, 8, 20])),
+        value_dim=data.draw(st.sampled_from([1, 8, 20])),
+        window=data.draw(st.tuples(side, side)),
+        variant=data.draw(st.integers(0, 5)),
+        blocks={"fwd_params": FwdParams(q_blocksize=data.draw(block), kv_blocksize=data.draw(block))},
+    )
+    check(entry, case)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("blocks", [None, FwdParams(), FwdParams(q_blocksize=1), FwdParams(kv_blocksize=10_000), FwdParams(num_warps=4),
+                                    FwdParams(blocksize_heads=3), FwdParams(blocksize_heads=64, q_blocksize=16)], ids=str)  # fmt: skip
+def test_parameters_never_change_the_meaning(entry, blocks):
+    case = Case("blocks", frozenset({"causal", "segments"}), batch=4, group=2, blocks={"fwd_params": blocks})
+    check(entry, case)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("how", ["segments", "mask", "varlen", "window", "bias"])
+def test_garbage_that_nobody_sees_never_shows(entry, garbage, how):
+    q_len, kv_len = 30, 44
+    rng = np.random.default_rng(1)
+    arrays = {n: rng.standard_normal((1, s, 2, 8)).astype("float32")
+              for n, s in (("query", q_len), ("key", kv_len), ("value", kv_len))}  # fmt: skip
+    hidden = np.zeros(kv_len, bool)
+    more = {}
+    if how == "window":
+        hidden[:10] = True
+        more["sliding_window"] = (4, 0)
+    else:
+        hidden[[3, 17, 18, *range(36, kv_len)]] = True
+    if how == "segments":
+        more = {"q_segment_ids": np.ones((1, q_len), int), "kv_segment_ids": np.where(hidden, 0, 1)[None]}
+    elif how == "mask":
+        more = {"attention_mask": ~hidden[None]}
+    elif how == "bias":
+        more = {"bias": np.where(hidden, -np.inf, 0).astype("float32")}
+    elif how == "varlen":
+        hidden[:] = False
+        hidden[36:] = True
+        more = {"cum_seqlens_q": np.array([0, q_len]), "cum_seqlens_k": np.array([0, 36])}
+    assert hidden.any()
+    clean = {n: np.where(hidden[None, :, None, None], 0, x) if n != "query" else x for n, x in arrays.items()}
+    dirty = {n: np.where(hidden[None, :, None, None], garbage, x) if n != "query" else x for n, x in arrays.items()}
+    expected, _ = oracle.attention(**clean, **({} if how == "bias" else more), bias=more.get("bias"))
+    actual = flash_attention(
+        **{k: jnp.asarray(v) for k, v in {**dirty, **{k: v for k, v in more.items() if k != "sliding_window"}}.items()},
+        **{k: v for k, v in more.items() if k == "sliding_window"}, **SMALL_BLOCKS, platform=entry.platform,
+    )  # fmt: skip
+    assert_close(actual, expected, "float32")
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_rows_with_nothing_to_see(entry):
+    x = jnp.ones((1, 8, 2, 4))
+    mask = jnp.zeros((1, 8), bool)
+    out, lse = flash_attention(x, x, x, attention_mask=mask, return_lse=True, platform=entry.platform)
+    assert (out == 0).all()
+    assert (lse == -jnp.inf).all()
+    sinks = jnp.array([0.5, 1.5])
+    out, lse = flash_attention(
+        x, x, x, attention_mask=mask, softmax_aux=sinks, return_lse=True, platform=entry.platform
+    )
+    assert (out == 0).all()
+    np.testing.assert_allclose(lse, np.log(np.exp(0.5) + np.exp(1.5)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_sinks_of_minus_infinity_are_no_sinks(entry):
+    arrays, _ = Case("plain").make()
+    plain = flash_attention(**arrays, platform=entry.platform)
+    sunk = flash_attention(**arrays, softmax_aux=jnp.full((4,), -jnp.inf), platform=entry.platform)
+    np.testing.assert_array_equal(plain, sunk)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_dropout_keeps_the_stated_share(entry):
+    x = jnp.zeros((1, 256, 4, 8))
+    values = jnp.ones((1, 256, 4, 8))
+    kept = flash_attention(x, x, values, dropout_prob=0.25, dropout_seed=2**31 + 5, platform=entry.platform)
+    np.testing.assert_allclose(kept.mean(), 1.0, atol=0.01)
+    assert kept.std() > 0.01
+    other = flash_attention(x, x, values, dropout_prob=0.25, dropout_seed=6, platform=entry.platform)
+    assert (kept != other).mean() > 0.9
+    again = flash_attention(
+        x, x, values, dropout_prob=0.25, dropout_seed=jnp.uint32(2**31 + 5), platform=entry.platform
+    )
+    np.testing.assert_array_equal(kept, again)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_large_logits(entry):
+    """Where a softmax without a running maximum overflows."""
+    case = Case("causal", frozenset({"causal"}))
+    arrays, statics = case.make()
+    arrays["query"] = arrays["query"] * 60
+    out = flash_attention(**arrays, **statics, **SMALL_BLOCKS, platform=entry.platform)
+    assert_close(out, oracle.attention(**case.as_oracle(arrays, statics))[0], "float32")
