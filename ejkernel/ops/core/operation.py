@@ -6,6 +6,7 @@ call is one dictionary look-up and one call of a jitted function.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -152,8 +153,7 @@ class Operation:
         try:
             jitted = self._jitted.get((statics, device, kernel_registry.generation, _autotune_asked()))
         except TypeError:  # an unhashable static: bind says which
-            statics = self._hashable(arrays, statics)
-            return self(arrays, statics)
+            return self(arrays, self._hashable(statics))
         if jitted is None:
             jitted = self._make(statics, device)
         self.check_values(dict(zip(self.arrays, arrays, strict=True)))
@@ -171,7 +171,14 @@ class Operation:
         jitted = self._jitted[key] = jax.jit(traced)
         return jitted
 
-    def _hashable(self, arrays: tuple, statics: tuple) -> tuple:
+    def _check_params(self, arguments: dict[str, Any]) -> None:
+        for name, cls in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
+            given = arguments.get(name)
+            if given is not None and not isinstance(given, cls):
+                raise InvalidInputError(f"{self.name}: {name} is {given!r}; expected {cls.__name__}(…) or None.")
+
+    def _hashable(self, statics: tuple) -> tuple:
+        self._check_params(dict(zip(self.statics, statics, strict=True)))
         fixed = tuple(tuple(s) if isinstance(s, list) else s for s in statics)
         for name, value in zip(self.statics, fixed, strict=True):
             try:
@@ -190,15 +197,45 @@ class Operation:
         if empty is not None:
             return empty
         info = surroundings().target or devices.describe(device)
-        chosen = select.decide(call, info, pins).require()
-        if chosen.implementation.plain:
-            lacking = [name for name in self.gradients if name not in chosen.implementation.support.gradients]
-            refusals = {n: _without_gradient(call.arguments[n], n, call, info) for n in lacking if n in call.arguments}
-            return self.run_plain(chosen.implementation, {**call.arguments, **refusals})
-        prepared = self.prepare(arguments, call.spec)
-        axes = varying_axes(*prepared.values())
-        prepared = {name: vary_over(array, axes) for name, array in prepared.items()}
-        return self.finish(arguments, *_run(self, call, info, pins, prepared))
+        return self._run_chosen(select.decide(call, info, pins).require(), call, info, pins, arguments)
+
+    def _run_chosen(
+        self, chosen: select.Choice, call: Call, device: devices.DeviceInfo, pins: select.Pins, arguments
+    ) -> Any:
+        implementation = chosen.implementation
+        if not implementation.plain:
+            prepared = self.prepare(arguments, call.spec)
+            axes = varying_axes(*prepared.values())
+            prepared = {name: vary_over(array, axes) for name, array in prepared.items()}
+            return self.finish(arguments, *_run(self, call, device, pins, prepared))
+        floats = {name: call.arguments[name] for name in self.gradients if name in call.arguments}
+        if all(name in implementation.support.gradients for name in floats):
+            return self.run_plain(implementation, call.arguments)
+        return self._run_guarded(implementation, call, device, pins, arguments, floats)
+
+    def _run_guarded(self, implementation, call, device, pins, arguments, floats: dict[str, Array]) -> Any:
+        """A plain function that lacks gradients: where one of those is wanted, another implementation takes the call."""
+        rest = {name: x for name, x in arguments.items() if name not in floats and isinstance(x, Array)}
+
+        @jax.custom_vjp
+        def run(floats, rest):
+            return self.run_plain(implementation, {**call.arguments, **floats, **rest})
+
+        def forward(floats, rest):
+            wanted = frozenset(name for name, primal in floats.items() if primal.perturbed)
+            floats, rest = ({name: primal.value for name, primal in part.items()} for part in (floats, rest))
+            chosen = select.decide(call, device, pins, gradients=wanted).require()
+            inner = {**arguments, **rest}
+            asked = dataclasses.replace(call, arguments={**call.arguments, **rest})
+            if chosen.implementation == implementation:
+                return jax.vjp(lambda f: self.run_plain(implementation, {**asked.arguments, **f}), floats)
+            return jax.vjp(lambda f: self._run_chosen(chosen, asked, device, pins, {**inner, **f}), floats)
+
+        def backward(pull, cotangents):
+            return *pull(jax.tree.map(_materialised, cotangents, is_leaf=_is_symbolic_zero)), None
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run(floats, rest)
 
     def bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
         """The call and the implementation it is pinned to, from all arguments by name."""
@@ -206,11 +243,7 @@ class Operation:
             as_member(arguments["platform"], Platform, f"{self.name}: platform"),
             as_member(arguments["backend"], Backend, f"{self.name}: backend"),
         )
-        for name, cls in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
-            if not isinstance(arguments.get(name), cls | None):
-                raise InvalidInputError(
-                    f"{self.name}: {name} is {arguments[name]!r}; expected {cls.__name__}(…) or None."
-                )
+        self._check_params(arguments)
         return self.bind(arguments), pins
 
     def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
@@ -220,8 +253,8 @@ class Operation:
         for name in ("fwd_params", "bwd_params"):
             if name not in accepted:
                 own.pop(name, None)
-        required = [name for name, default in self.defaults.items() if default is inspect.Parameter.empty]
-        return implementation.kernel(*(own.pop(name) for name in required), **own)
+        required = [own.pop(name) for name, default in self.defaults.items() if default is inspect.Parameter.empty]
+        return implementation.kernel(*required, **own)
 
     def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments that differ from their defaults, in the order of the signature."""
@@ -234,27 +267,6 @@ class Operation:
 
 def _autotune_asked() -> bool:
     return os.environ.get("EJKERNEL_AUTOTUNE", "") not in ("", "0")
-
-
-def _without_gradient(value: Any, name: str, call: Call, device: devices.DeviceInfo) -> Any:
-    """The value; differentiating with respect to it is an error instead of a silent zero."""
-
-    @jax.custom_vjp
-    def identity(x):
-        return x
-
-    def forward(x):
-        return x, None
-
-    def refuse(_, __):
-        select.decide(call, device, select.Pins(), gradients=frozenset({name})).require()
-        raise InvalidInputError(
-            f"{call.operation}: the implementation that ran has no gradient for {name}, and another one is chosen only "
-            "before the call is differentiated: pin one with platform=…"
-        )
-
-    identity.defvjp(forward, refuse)
-    return identity(value)
 
 
 @jax.tree_util.register_static
@@ -292,7 +304,7 @@ def _run(op: Operation, call: Call, device: devices.DeviceInfo, pins: select.Pin
 
     def backward(residuals, cotangents):
         saved, result, back = residuals
-        dout, dlse = jax.tree.map(_materialised, cotangents, result, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        dout, dlse = jax.tree.map(_materialised, cotangents, result, is_leaf=_is_symbolic_zero)
         if back is None:
             return *saved((dout, dlse)), None
         grads = _backward(back.chosen, call.spec, back.wanted, saved, (*result, dout, dlse))
@@ -302,10 +314,15 @@ def _run(op: Operation, call: Call, device: devices.DeviceInfo, pins: select.Pin
     return run(differentiable, others)
 
 
-def _materialised(cotangent: Any, primal: Array) -> Array:
-    if not isinstance(cotangent, SymbolicZero):
+def _is_symbolic_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, SymbolicZero)
+
+
+def _materialised(cotangent: Any, primal: Array | None = None) -> Array:
+    if not _is_symbolic_zero(cotangent):
         return cotangent
-    return vary_over(jnp.zeros(cotangent.shape, cotangent.dtype), varying_axes(primal))
+    zeros = jnp.zeros(cotangent.shape, cotangent.dtype)
+    return zeros if primal is None else vary_over(zeros, varying_axes(primal))
 
 
 def _forward(op: Operation, chosen: select.Choice, spec: Any, arrays: dict[str, Array]) -> tuple:

@@ -1,0 +1,1 @@
+"""The lab: where kernels are looked at. So far the report behind ``ejkernel report``."""

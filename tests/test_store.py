@@ -1,0 +1,291 @@
+"""The store of measurements: kept apart, kept whole, and never in the way."""
+
+import json
+import multiprocessing
+import os
+import stat
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import Backend, BwdParams, FwdParams, Platform, Support, autotune, explain, flash_attention, kernel_registry
+from ejkernel.ops.config import autotune as tuner
+from ejkernel.ops.config import chain, store
+
+X = jnp.ones((1, 32, 2, 16))
+FLASH = "flash_attention"
+
+
+def entries(directory):
+    return sorted(Path(directory).rglob("*.json"))
+
+
+def forget():
+    """What a new process knows."""
+    chain.forget()
+    store._warned.clear()
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Every timing that tuning does."""
+    calls = []
+    original = tuner._time
+    monkeypatch.setattr(tuner, "_time", lambda run: calls.append(1) or original(run))
+    return calls
+
+
+@pytest.fixture
+def two_parameters(monkeypatch):
+    """A small space, for speed."""
+    kernel = kernel_registry.list_implementations(FLASH)[0].kernel
+    space = staticmethod(lambda shapes, spec, device, direction: [(FwdParams if direction == "forward" else BwdParams)(q_blocksize=16)])
+    monkeypatch.setattr(kernel, "space", space)
+
+
+@pytest.mark.usefixtures("two_parameters")
+def test_autotune_measures_once_and_keeps(own_store, timed):
+    np.testing.assert_allclose(autotune(flash_attention)(X, X, X, causal=True), X, rtol=1e-6)
+    assert len(timed) == 2
+    assert len(entries(own_store)) == 1
+    assert explain(FLASH, X, X, X, causal=True).chosen.source == "memory"
+    forget()
+    assert explain(FLASH, X, X, X, causal=True).chosen.source == "store"
+    assert explain(FLASH, X, X, X, causal=False).chosen.source == "heuristic"
+    autotune(flash_attention)(X, X, X, causal=True)
+    assert len(timed) == 2
+
+
+@pytest.mark.usefixtures("two_parameters")
+def test_autotune_sees_through_jit_and_grad(own_store, timed):
+    step = jax.jit(jax.grad(lambda x: flash_attention(x, x, x).sum()))
+    expected = step(X)
+    assert not timed
+    np.testing.assert_allclose(autotune(step)(X), expected, rtol=1e-5, atol=1e-6)
+    assert len(timed) == 4
+    directions = {json.loads(path.read_text())["key"]["direction"] for path in entries(own_store)}
+    assert directions == {"forward", "backward"}
+    autotune(step)(X)
+    assert len(timed) == 4
+
+
+@pytest.mark.usefixtures("two_parameters")
+def test_the_environment_asks_for_tuning_too(monkeypatch, timed):
+    flash_attention(X, X, X)
+    assert not timed
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "1")
+    flash_attention(X, X, X)
+    assert len(timed) == 2
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "0")
+    flash_attention(X[:, :9], X[:, :9], X[:, :9])
+    assert len(timed) == 2
+
+
+@pytest.mark.usefixtures("two_parameters", "timed")
+def test_calls_that_differ_are_kept_apart(own_store):
+    calls = [X, X.astype(jnp.bfloat16), X[..., :8], X[:, :16], jnp.concatenate([X] * 2, 1)]
+    for number, x in enumerate(calls, 1):
+        autotune(flash_attention)(x, x, x)
+        assert len(entries(own_store)) == number
+    autotune(flash_attention)(X[:, :30], X[:, :30], X[:, :30])
+    assert len(entries(own_store)) == len(calls), "30 and 32 share a bucket"
+
+
+@pytest.mark.usefixtures("two_parameters")
+def test_a_call_s_own_parameters_are_never_kept(own_store):
+    autotune(flash_attention)(X, X, X, fwd_params=FwdParams(q_blocksize=5))
+    (path,) = entries(own_store)
+    assert json.loads(path.read_text())["value"]["params"].get("q_blocksize") != 5
+    flash_attention(X, X, X, fwd_params=FwdParams(q_blocksize=6))
+    assert entries(own_store) == [path]
+
+
+def test_tuning_picks_the_implementation_with_its_parameters(own_store):
+    """A kernel of higher priority that is slower loses once both are measured."""
+
+    class Slow:
+        version = 1
+
+        def forward(self, arrays, spec, params):
+            x = arrays["query"]
+            wasted = jax.lax.fori_loop(0, 30, lambda i, y: jnp.sin(y @ y), jnp.ones((400, 400)))
+            return x + 0 * wasted[0, 0], jnp.zeros((x.shape[0], x.shape[2], x.shape[1]))
+
+    slow = kernel_registry.register(FLASH, Platform.CUDA, Backend.CPU, support=Support.everything(), priority=50)(Slow())
+    try:
+        assert explain(FLASH, X, X, X).chosen.platform is Platform.CUDA
+        autotune(flash_attention)(X, X, X)
+        explanation = explain(FLASH, X, X, X)
+        assert explanation.chosen.platform is Platform.XLA
+        assert "x, measured" in str(explanation)
+        assert len(entries(own_store)) == 2
+        Slow.version = 2
+        forget()
+        assert explain(FLASH, X, X, X).chosen.platform is Platform.XLA
+    finally:
+        kernel_registry.unregister(slow)
+
+
+def test_a_candidate_that_fails_is_passed_over():
+    class Broken:
+        def forward(self, arrays, spec, params):
+            raise RuntimeError("out of shared memory")
+
+    broken = kernel_registry.register(FLASH, Platform.CUDA, Backend.CPU, support=Support.everything(), priority=50)(Broken())
+    try:
+        with pytest.warns(UserWarning, match="cuda cpu .* failed while tuning: out of shared memory"):
+            out = autotune(flash_attention)(X, X, X)
+        np.testing.assert_allclose(out, X, rtol=1e-6)
+    finally:
+        kernel_registry.unregister(broken)
+
+
+# Damage
+
+DAMAGE = {
+    "empty": lambda text: "",
+    "truncated": lambda text: text[: len(text) // 2],
+    "binary": lambda text: b"\xff\xfe\x00",
+    "another format": lambda text: json.dumps({**json.loads(text), "format": 99}),
+    "a list": lambda text: "[1, 2]",
+    "no value": lambda text: json.dumps({**json.loads(text), "value": None}),
+    "unknown parameter": lambda text: json.dumps({**json.loads(text), "value": {"params": {"blocks": 3}, "seconds": 1.0}}),
+    "negative parameter": lambda text: json.dumps({**json.loads(text), "value": {"params": {"q_blocksize": -3}, "seconds": 1.0}}),
+    "no time": lambda text: json.dumps({**json.loads(text), "value": {"params": {}, "seconds": None}}),
+    "infinite time": lambda text: text.replace('"seconds": ', '"seconds": Infinity, "old": '),
+    "another call's": lambda text: text.replace("float32", "float64"),
+}
+
+
+@pytest.mark.usefixtures("two_parameters")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_costs_one_warning(own_store, damage):
+    autotune(flash_attention)(X, X, X)
+    (path,) = entries(own_store)
+    damaged = DAMAGE[damage](path.read_text())
+    path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    forget()
+    with pytest.warns(UserWarning, match=path.name) as caught:
+        np.testing.assert_allclose(flash_attention(X, X, X), X, rtol=1e-6)
+        flash_attention(X, X, X)
+        assert explain(FLASH, X, X, X).chosen.source == "heuristic"
+    assert len(caught) == 1
+    autotune(flash_attention)(X, X, X)
+    forget()
+    assert explain(FLASH, X, X, X).chosen.source == "store", "tuning mends it"
+
+
+@pytest.mark.usefixtures("two_parameters")
+@pytest.mark.parametrize("trouble", ["a file in its place", "read-only", "full"])
+def test_a_store_that_cannot_be_written_costs_a_warning(own_store, trouble, monkeypatch, timed):
+    if trouble == "a file in its place":
+        own_store.write_text("not a directory")
+    elif trouble == "read-only":
+        own_store.mkdir()
+        own_store.chmod(stat.S_IRUSR | stat.S_IXUSR)
+        if os.access(own_store, os.W_OK):  # the superuser may write anywhere
+            monkeypatch.setattr(store.tempfile, "mkstemp", lambda **_: (_ for _ in ()).throw(PermissionError("read-only")))
+    else:
+        monkeypatch.setattr(store.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.warns(UserWarning, match="cannot be written") as caught:
+        np.testing.assert_allclose(autotune(flash_attention)(X, X, X), X, rtol=1e-6)
+        autotune(jax.grad(lambda x: flash_attention(x, x, x).sum()))(X)
+    assert len([w for w in caught if "written" in str(w.message)]) == 1
+    assert explain(FLASH, X, X, X).chosen.source == "memory"
+    measured = len(timed)
+    autotune(flash_attention)(X, X, X)
+    assert len(timed) == measured
+    if own_store.is_dir():
+        own_store.chmod(stat.S_IRWXU)
+        assert not list(own_store.rglob("*.part")), "nothing half-written stays"
+
+
+# Concurrency
+
+
+def _tune(directory, number, barrier):
+    os.environ["EJKERNEL_CACHE_DIR"] = directory
+    key = {"operation": FLASH, "direction": "forward", "call": {"q_len": 32}, "device": "test"}
+    barrier.wait()
+    for round_ in range(20):
+        value = {"params": {"q_blocksize": 16 + number}, "seconds": 1.0 + round_}
+        assert store.write(key, value)
+        read = store.read(key)
+        assert read is not None
+        assert read["params"]["q_blocksize"] in range(16, 24)
+
+
+def test_eight_processes_leave_valid_entries(own_store):
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(8)
+    workers = [context.Process(target=_tune, args=(str(own_store), i, barrier)) for i in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0] * 8
+    (path,) = entries(own_store)
+    assert json.loads(path.read_text())["value"]["seconds"] == 20.0
+    assert not list(Path(own_store).rglob("*.part"))
+
+
+@pytest.mark.usefixtures("two_parameters")
+def test_threads_share_what_was_measured(own_store, timed):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: autotune(flash_attention)(X, X, X), range(4)))
+    for result in results:
+        np.testing.assert_allclose(result, X, rtol=1e-6)
+    assert len(entries(own_store)) == 1
+
+
+def test_shipped_tables_serve_the_nearest_length(tmp_path, monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 1000, 2, 16), jnp.float32)
+    operation = kernel_registry.operation(FLASH)
+    arguments = operation.signature.bind(x, x, x)
+    arguments.apply_defaults()
+    call, _ = operation.bound(dict(arguments.arguments))
+    (entry,) = kernel_registry.list_implementations(FLASH)
+    bucket = json.loads(json.dumps(dict(call.bucket)))
+    rows = [
+        {"direction": "forward", "implementation": entry.name, "version": entry.version, "seconds": 1.0,
+         "call": {**bucket, "q_len": length, "kv_len": length}, "params": {"q_blocksize": block}}
+        for length, block in ((256, 32), (2048, 64), (8192, 96))
+    ]  # fmt: skip
+    folder = tmp_path / "ejkernel" / "tuned" / "nvidia-h200"
+    folder.mkdir(parents=True)
+    (folder / f"{FLASH}.json").write_text(json.dumps({"entries": rows}))
+    monkeypatch.setattr(chain.resources, "files", lambda package: tmp_path / package)
+    chain.forget()
+    chosen = explain(FLASH, x, x, x, device="nvidia-h200").chosen
+    assert (chosen.source, chosen.params.q_blocksize) == ("shipped", 64)
+    assert explain(FLASH, x, x, x, device="nvidia-h100").chosen.source == "heuristic"
+    half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    assert explain(FLASH, half, half, half, device="nvidia-h200").chosen.source == "heuristic"
+
+
+def test_what_is_shipped_is_valid():
+    for path in entries(Path(chain.__file__).parents[2] / "tuned"):
+        for row in json.loads(path.read_text())["entries"]:
+            assert row["seconds"] > 0
+            store.params_class(row["direction"])(**row["params"])
+
+
+def test_autotune_takes_a_function():
+    from ejkernel import InvalidInputError, target
+
+    with pytest.raises(InvalidInputError, match="autotune takes a function"):
+        autotune(X)
+    with target("nvidia-h200"), pytest.raises(InvalidInputError, match="cannot measure for nvidia-h200"):
+        autotune(flash_attention)(X, X, X)
+
+
+def test_no_warning_without_a_cause(recwarn):
+    warnings.simplefilter("always")
+    flash_attention(X, X, X)
+    assert not [w for w in recwarn if "ejkernel" in str(w.message)]
