@@ -117,7 +117,13 @@ def window(rounds):
     rows = []
     for what, wrap in (("forward", lambda f: f), ("forward+backward", gradients)):
         times = best_of({"window": jax_run(wrap(windowed), args), "causal": jax_run(wrap(causal), args)}, rounds)
-        rows.append({"case": f"8192 {what}", **{f"{n}_ms": t * 1e3 for n, t in times.items()}, "faster": times["causal"] / times["window"]})
+        rows.append(
+            {
+                "case": f"8192 {what}",
+                **{f"{n}_ms": t * 1e3 for n, t in times.items()},
+                "faster": times["causal"] / times["window"],
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -149,7 +155,9 @@ def overhead():
     runs = {
         "jit": many(lambda: jitted(x, x, x)),
         "eager": many(lambda: flash_attention(x, x, x)),
-        "eager_with_options": many(lambda: flash_attention(x, x, x, causal=True, sliding_window=(2, 0), logits_soft_cap=3.0)),
+        "eager_with_options": many(
+            lambda: flash_attention(x, x, x, causal=True, sliding_window=(2, 0), logits_soft_cap=3.0)
+        ),
     }
     times = {name: t / calls * 1e6 for name, t in best_of(runs, 7).items()}
     times["ratio"] = times["eager"] / times["jit"]
@@ -161,7 +169,9 @@ def compile_time():
     """Cold compilation of forward and backward at 2048."""
     x = jax.ShapeDtypeStruct((1, 2048, HEADS, DIM), jnp.float32)
     start = time.perf_counter()
-    jax.jit(gradients(lambda q, k, v: flash_attention(q, k, v, causal=True, softmax_scale=0.125001))).lower(x, x, x).compile()
+    jax.jit(gradients(lambda q, k, v: flash_attention(q, k, v, causal=True, softmax_scale=0.125001))).lower(
+        x, x, x
+    ).compile()
     seconds = time.perf_counter() - start
     print(f"trace, lower and compile forward+backward at 2048: {seconds:.2f} s", flush=True)
     return seconds
@@ -175,7 +185,12 @@ def main():
     jax.config.update("jax_enable_compilation_cache", False)
     jnp.zeros(1).block_until_ready()
     result = {
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__, "torch": torch_runs(inputs(8))[1]},
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "torch": torch_runs(inputs(8))[1],
+        },
         "machine": {"cpu": jax.devices()[0].device_kind, "processor": _processor(), "cores": os.cpu_count()},
         "compile_seconds": compile_time(),
         "overhead_us": overhead(),

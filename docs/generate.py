@@ -1,7 +1,7 @@
 """Write the parts of the docs that come from the code: the feature tables, read from each kernel's Support.
 
-    python docs/generate.py            write
-    python docs/generate.py --check    fail if a file is not current
+python docs/generate.py            write
+python docs/generate.py --check    fail if a file is not current
 """
 
 import sys
@@ -32,7 +32,9 @@ def feature_table(algorithm: str) -> str:
     for feature, words in operation.features.items():
         lines.append(row(f"`{feature}`: {words}", ["yes" if feature in e.support.features else "no" for e in entries]))
     for argument in operation.gradients:
-        lines.append(row(f"gradient of `{argument}`", ["yes" if argument in e.support.gradients else "no" for e in entries]))
+        lines.append(
+            row(f"gradient of `{argument}`", ["yes" if argument in e.support.gradients else "no" for e in entries])
+        )
     lines.append(row("bit-identical reruns", ["yes" if e.support.deterministic else "no" for e in entries]))
     return "\n".join(lines)
 

@@ -7,7 +7,19 @@ import sys
 
 import pytest
 
-OPTIONAL = ["triton", "jax_triton", "torch", "transformers", "matplotlib", "pandas", "rich", "typer", "psutil", "pynvml", "pydantic"]
+OPTIONAL = [
+    "triton",
+    "jax_triton",
+    "torch",
+    "transformers",
+    "matplotlib",
+    "pandas",
+    "rich",
+    "typer",
+    "psutil",
+    "pynvml",
+    "pydantic",
+]
 
 _SCRIPT = """
 import json, os, sys, tempfile
@@ -33,7 +45,9 @@ def fresh(tmp_path, *names):
     environment = {k: v for k, v in os.environ.items() if k not in ("EJKERNEL_CACHE_DIR",)}
     environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / ".cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    result = subprocess.run([sys.executable, "-c", _SCRIPT, *names], env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *names], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import Backend, BwdParams, FwdParams, Platform, Support, autotune, explain, flash_attention, kernel_registry
+from ejkernel import (
+    Backend,
+    BwdParams,
+    FwdParams,
+    Platform,
+    Support,
+    autotune,
+    explain,
+    flash_attention,
+    kernel_registry,
+)
 from ejkernel.ops.config import autotune as tuner
 from ejkernel.ops.config import chain, store
 
@@ -43,7 +53,9 @@ def timed(monkeypatch):
 def two_parameters(monkeypatch):
     """A small space, for speed."""
     kernel = kernel_registry.list_implementations(FLASH)[0].kernel
-    space = staticmethod(lambda shapes, spec, device, direction: [(FwdParams if direction == "forward" else BwdParams)(q_blocksize=16)])
+    space = staticmethod(
+        lambda shapes, spec, device, direction: [(FwdParams if direction == "forward" else BwdParams)(q_blocksize=16)]
+    )
     monkeypatch.setattr(kernel, "space", space)
 
 
@@ -115,7 +127,9 @@ def test_tuning_picks_the_implementation_with_its_parameters(own_store):
             wasted = jax.lax.fori_loop(0, 30, lambda i, y: jnp.sin(y @ y), jnp.ones((400, 400)))
             return x + 0 * wasted[0, 0], jnp.zeros((x.shape[0], x.shape[2], x.shape[1]))
 
-    slow = kernel_registry.register(FLASH, Platform.CUDA, Backend.CPU, support=Support.everything(), priority=50)(Slow())
+    slow = kernel_registry.register(FLASH, Platform.CUDA, Backend.CPU, support=Support.everything(), priority=50)(
+        Slow()
+    )
     try:
         assert explain(FLASH, X, X, X).chosen.platform is Platform.CUDA
         autotune(flash_attention)(X, X, X)
@@ -135,7 +149,9 @@ def test_a_candidate_that_fails_is_passed_over():
         def forward(self, arrays, spec, params):
             raise RuntimeError("out of shared memory")
 
-    broken = kernel_registry.register(FLASH, Platform.CUDA, Backend.CPU, support=Support.everything(), priority=50)(Broken())
+    broken = kernel_registry.register(FLASH, Platform.CUDA, Backend.CPU, support=Support.everything(), priority=50)(
+        Broken()
+    )
     try:
         with pytest.warns(UserWarning, match="cuda cpu .* failed while tuning: out of shared memory"):
             out = autotune(flash_attention)(X, X, X)
@@ -153,8 +169,12 @@ DAMAGE = {
     "another format": lambda text: json.dumps({**json.loads(text), "format": 99}),
     "a list": lambda text: "[1, 2]",
     "no value": lambda text: json.dumps({**json.loads(text), "value": None}),
-    "unknown parameter": lambda text: json.dumps({**json.loads(text), "value": {"params": {"blocks": 3}, "seconds": 1.0}}),
-    "negative parameter": lambda text: json.dumps({**json.loads(text), "value": {"params": {"q_blocksize": -3}, "seconds": 1.0}}),
+    "unknown parameter": lambda text: json.dumps(
+        {**json.loads(text), "value": {"params": {"blocks": 3}, "seconds": 1.0}}
+    ),
+    "negative parameter": lambda text: json.dumps(
+        {**json.loads(text), "value": {"params": {"q_blocksize": -3}, "seconds": 1.0}}
+    ),
     "no time": lambda text: json.dumps({**json.loads(text), "value": {"params": {}, "seconds": None}}),
     "infinite time": lambda text: text.replace('"seconds": ', '"seconds": Infinity, "old": '),
     "another call's": lambda text: text.replace("float32", "float64"),
@@ -188,7 +208,9 @@ def test_a_store_that_cannot_be_written_costs_a_warning(own_store, trouble, monk
         own_store.mkdir()
         own_store.chmod(stat.S_IRUSR | stat.S_IXUSR)
         if os.access(own_store, os.W_OK):  # the superuser may write anywhere
-            monkeypatch.setattr(store.tempfile, "mkstemp", lambda **_: (_ for _ in ()).throw(PermissionError("read-only")))
+            monkeypatch.setattr(
+                store.tempfile, "mkstemp", lambda **_: (_ for _ in ()).throw(PermissionError("read-only"))
+            )
     else:
         monkeypatch.setattr(store.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.warns(UserWarning, match="cannot be written") as caught:

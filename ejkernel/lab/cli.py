@@ -68,13 +68,15 @@ def _show(console, result: dict, table_class) -> None:
     def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         shown = table_class(title=title, title_justify="left", title_style="bold")
         for number, column in enumerate(columns):
-            shown.add_column(column, justify="left" if number < 2 else "right")
+            shown.add_column(column, justify="left" if number < 2 or column == "why" else "right")
         for row in rows:
             shown.add_row(*row)
         console.print(shown)
 
     machine = result["machine"]
-    console.print(f"[bold]{machine['device']}[/] × {machine['devices']} · jax {machine['jax']} · ejkernel {machine['ejkernel']}")
+    console.print(
+        f"[bold]{machine['device']}[/] × {machine['devices']} · jax {machine['jax']} · ejkernel {machine['ejkernel']}"
+    )
     table(
         "Kernels",
         ["operation", "platform", "backend", "runs here", "why"],
@@ -100,7 +102,14 @@ def _show(console, result: dict, table_class) -> None:
         "Causal attention, float32, 8 heads × 64, beside jax.nn (milliseconds)",
         ["platform", "what", "length", "ejkernel", "jax.nn", "faster"],
         [
-            [r["platform"], r["what"], str(r["length"]), f"{r['ours_ms']:.1f}", f"{r['jax_nn_ms']:.1f}", f"{r['ratio']:.1f} ×"]
+            [
+                r["platform"],
+                r["what"],
+                str(r["length"]),
+                f"{r['ours_ms']:.1f}",
+                f"{r['jax_nn_ms']:.1f}",
+                f"{r['ratio']:.1f} ×",
+            ]
             for r in result["timings"]
         ],
     )

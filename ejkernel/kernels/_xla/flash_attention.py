@@ -28,8 +28,8 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 # Logits held at once by one step. 4 MiB of float32 leave room for their companions in a CPU's caches.
 LOGITS_PER_STEP = 2**20
-# The same where a step takes every head, of which each of several devices then holds a part.
-LOGITS_PER_SPREAD_STEP = 2**25
+# The same for an accelerator, which wants wide steps, and for several devices, each of which holds a part.
+LOGITS_PER_WIDE_STEP = 2**25
 BLOCK = 512
 NARROW = 128
 
@@ -468,11 +468,13 @@ class XlaFlashAttention:
             q, kv = max(64, BLOCK * kv_heads // q_heads), BLOCK
         # Arrays may be spread over several devices by batch or head: then a step takes all of them, and no device waits
         # for slices of another's.
-        heads = None
+        heads, everything = None, shapes["key"].shape[0] * kv_heads
         if device.shared_by > 1:
-            heads = shapes["key"].shape[0] * kv_heads
-            while q * kv * q_heads * shapes["key"].shape[0] > LOGITS_PER_SPREAD_STEP and min(q, kv) > NARROW:
+            heads = everything
+            while q * kv * q_heads * shapes["key"].shape[0] > LOGITS_PER_WIDE_STEP and min(q, kv) > NARROW:
                 q, kv = q // 2, kv // 2
+        elif device.kind != "cpu":
+            heads = max(1, min(everything, LOGITS_PER_WIDE_STEP * kv_heads // (q_heads * q * kv)))
         cls = FwdParams if direction == "forward" else BwdParams
         return cls(q_blocksize=_even(q, q_len), kv_blocksize=_even(kv, kv_len), blocksize_heads=heads)
 

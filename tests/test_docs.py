@@ -1,0 +1,74 @@
+"""The docs run: docstrings' examples, the pages' examples, and the parts that are written from the code."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import ejkernel
+from ejkernel import kernel_registry
+
+ROOT = Path(__file__).parents[1]
+MODULES = [
+    m.name for m in pkgutil.walk_packages(ejkernel.__path__, "ejkernel.") if not m.name.startswith("ejkernel.lab.cli")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"jnp": jnp}, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def python_blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+def test_custom_kernels_page():
+    before = kernel_registry.list_algorithms(), len(kernel_registry.list_implementations("flash_attention"))
+    scope, output = {}, io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for block in python_blocks(ROOT / "docs" / "custom_kernels.md"):
+            exec(block, scope)
+    assert "slower" not in output.getvalue()
+    assert "refused  logits_soft_cap is not supported" in output.getvalue()
+    expected = ejkernel.flash_attention(scope["x"], scope["x"], scope["x"])
+    assert jnp.allclose(scope["plain"], expected, atol=1e-5)
+    assert scope["grads"].shape == scope["x"].shape
+    assert before == (kernel_registry.list_algorithms(), len(kernel_registry.list_implementations("flash_attention")))
+
+
+def test_readme():
+    scope, output = {}, io.StringIO()
+    text = (ROOT / "README.md").read_text()
+    with contextlib.redirect_stdout(output):
+        for block in python_blocks(ROOT / "README.md"):
+            exec(block.replace("autotune(flash_attention)(q, k, v)", "pass"), scope)
+    shown = re.search(r"```\n(flash_attention\(query.*?)```", text, re.DOTALL)[1]
+    # Several devices are simulated in the suite, and then the heuristic names the heads a step too.
+    assert re.sub(r", blocksize_heads=\d+", "", output.getvalue()) == shown
+    for command in ("make demo", "make test"):
+        assert command in text
+
+
+def test_generated_pages_are_current():
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_links_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
