@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JAX ?=
 TESTS ?= tests
+TYPED := values.py jit.py vmap.py remat.py callib.py datacarrier.py fingerprint.py utils.py xla_utils.py
 
-.PHONY: demo test lint format docs bench clean
+.PHONY: demo test typecheck lint format docs bench clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +23,9 @@ demo: $(VENV)/.demo  ## install, then show which kernels this machine runs and h
 
 test: $(VENV)/.test  ## install, then run the suite
 	$(BIN)/python -m pytest -n 2 $(TESTS)
+
+typecheck: $(VENV)/.test  ## a part of the suite with every annotated shape and type checked at run time
+	$(BIN)/python -m pytest -n 2 --jaxtyping-packages=ejkernel,beartype.beartype $(addprefix tests/test_,$(TYPED))
 
 lint: $(VENV)/.test  ## ruff, and that the generated docs are current
 	$(BIN)/ruff check .

@@ -27,6 +27,8 @@ _HOMES = {
     "target": "ejkernel.ops.core.context",
 }
 
+_PACKAGES = ("callib", "errors", "lab", "ops", "utils", "xla_utils")
+
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"ejkernel.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

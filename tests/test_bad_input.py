@@ -1,6 +1,7 @@
 """Wrong arguments: one clear error that names the argument, what it was and what was expected."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -144,3 +145,46 @@ def test_lists_are_windows_too():
     np.testing.assert_array_equal(
         flash_attention(X, X, X, sliding_window=np.int64(2)), flash_attention(X, X, X, sliding_window=2)
     )
+
+
+def test_a_refused_value_is_not_held_against_its_equal():
+    """1 == True and 0.0 == False, but only one of each is a right argument."""
+    for wrong, right in (({"causal": 1}, {"causal": True}), ({"dropout_prob": False}, {"dropout_prob": 0.0}), ({"softmax_scale": True}, {"softmax_scale": 1.0}), ({"sliding_window": (True, 0)}, {"sliding_window": (1, 0)})):  # fmt: skip
+        for _ in range(2):
+            with pytest.raises(InvalidInputError):
+                flash_attention(X, X, X, **wrong)
+            assert flash_attention(X, X, X, **right).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    ("argument", "arguments", "words"),
+    [
+        ("query", {"query": jax.ShapeDtypeStruct(X.shape, X.dtype)}, "ShapeDtypeStruct"),
+        ("attention_mask", {"attention_mask": "causal"}, "'causal'"),
+        ("dropout_seed", {"dropout_prob": 0.1, "dropout_seed": "a"}, "'a'"),
+        ("dropout_seed", {"dropout_prob": 0.1, "dropout_seed": jax.random.key(0)}, "key<fry>"),
+        ("query", {"query": [[1.0, 2.0]]}, "a list"),
+        ("query", {"query": X[0, 0, 0], "cum_seqlens_q": OFFSETS, "cum_seqlens_k": OFFSETS}, "1 dimensions"),
+        ("cum_seqlens_q", {"query": ONE, "key": ONE, "value": ONE, "cum_seqlens_q": jnp.array([0, 5, 3], jnp.uint32), "cum_seqlens_k": OFFSETS}, "never decrease"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_things_that_jax_itself_would_trip_over(argument, arguments, words):
+    with pytest.raises(InvalidInputError, match=f"flash_attention: {argument} is .*{words}"):
+        flash_attention(**{"query": X, "key": X, "value": X, **arguments})
+
+
+def test_an_empty_batch_does_not_excuse_a_pin():
+    x = jnp.ones((0, 5, 4, 8))
+    with pytest.raises(UnsupportedError, match="platform='triton'"):
+        flash_attention(x, x, x, platform="triton")
+    x = x.astype(jnp.float8_e4m3fn)
+    with pytest.raises(UnsupportedError, match="float8"):
+        flash_attention(x, x, x)
+
+
+def test_symbolic_shapes_are_refused_by_name():
+    (length,) = jax.export.symbolic_shape("s")
+    x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    with pytest.raises(InvalidInputError, match=r"query is .*symbolic shapes are not supported"):
+        jax.export.export(jax.jit(lambda x: flash_attention(x, x, x)))(x)

@@ -149,3 +149,52 @@ def test_unused_bias_gradient_costs_no_memory():
 
     temporary = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, bias).compile().memory_analysis().temp_size_in_bytes
     assert temporary < length * length * 4
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cotangents_of_rows_with_nothing_to_see_do_not_matter(entry, sinks):
+    """The lse of such a row is −inf, so what a caller does with it easily has a cotangent of NaN."""
+    case = Case("masked", frozenset({"mask", "sinks"} if sinks else {"mask"}), variant=2, group=2)
+    arrays, _ = case.make()
+    arrays["attention_mask"] = arrays["attention_mask"].at[:, 5].set(False)
+    floats = {n: arrays[n] for n in OPERATION.gradients if n in arrays}
+
+    def run(floats):
+        return flash_attention(**{**arrays, **floats}, **case.blocks, return_lse=True, platform=entry.platform)
+
+    (out, lse), pull = jax.vjp(run, floats)
+    (expected,) = pull((jnp.ones_like(out).at[:, 5].set(0), jnp.ones_like(lse).at[:, :, 5].set(0)))
+    dlse = jnp.ones_like(lse).at[:, :, 5].set(0 if sinks else jnp.nan)
+    (grads,) = pull((jnp.ones_like(out).at[:, 5].set(jnp.nan), dlse))
+    for name in ("query", "key", "value"):
+        np.testing.assert_array_equal(grads[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_second_derivatives_are_refused_by_name(entry):
+    from ejkernel import UnsupportedError
+
+    x = jnp.ones((1, 4, 1, 4))
+
+    def loss(x):
+        return flash_attention(x, x, x, platform=entry.platform).sum()
+
+    for second in (jax.grad(lambda x: jax.grad(loss)(x).sum()), jax.jit(jax.hessian(loss))):
+        with pytest.raises(UnsupportedError, match="second derivatives are not supported"):
+            second(x)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_strict_promotion(entry):
+    """Whatever JAX is told about mixing dtypes and ranks, our own code does not do it."""
+    case = next(c for c in COMBINED if c.name == "everything")
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        arrays, statics = case.make("bfloat16")
+        floats = {n: arrays[n] for n in OPERATION.gradients if n in arrays}
+
+        def run(floats):
+            return flash_attention(**{**arrays, **floats}, **statics, **case.blocks, platform=entry.platform)
+
+        result, pull = jax.vjp(run, floats)
+        pull(result)

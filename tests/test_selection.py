@@ -412,3 +412,146 @@ def test_every_block_s_parameters_reach_the_kernel(register):
     with overlay(flash_attention=(FwdParams(q_blocksize=4), BwdParams(q_blocksize=2))):
         jax.grad(lambda x: flash_attention(x, X, X, bwd_params=BwdParams(kv_blocksize=6)).sum())(X)
     assert used[-2:] == [FwdParams(q_blocksize=4), BwdParams(q_blocksize=2, kv_blocksize=6)]
+
+
+# What a reader tried to break
+
+
+def test_a_whole_kernel_makes_way_for_a_plain_one(register):
+    class Whole:
+        def forward(self, arrays, spec, params):
+            return arrays["query"], None
+
+    register(Platform.CUDNN, Backend.CPU, Whole(), priority=20, support=Support(devices=cpu()))
+
+    def plain(query, key, value):
+        return 5 * query
+
+    register(Platform.PALLAS, Backend.CPU, plain, priority=10, support=Support.everything())
+    np.testing.assert_array_equal(flash_attention(X, X, X), X)
+    np.testing.assert_array_equal(jax.grad(lambda q: flash_attention(q, X, X).sum())(X), 5)
+
+
+def test_a_missing_gradient_is_not_a_zero(register):
+    class Forgetful(Contract):
+        def backward(self, *args):
+            grads = super().backward(*args)
+            del grads["value"]
+            return grads
+
+    register(Platform.CUDA, Backend.CPU, Forgetful(), priority=5)
+    assert jax.grad(lambda q: flash_attention(q, X, X).sum())(X).shape == X.shape
+    with pytest.raises(UnsupportedError, match=r"declares gradients for value .* returned none"):
+        jax.grad(lambda v: flash_attention(X, X, v).sum())(X)
+
+
+def test_all_kinds_of_objects_are_kernels(register):
+    import dataclasses
+    import types
+
+    contract = Contract(3.0)
+
+    @dataclasses.dataclass
+    class Unhashable:
+        shift: float = 4.0
+
+        def forward(self, arrays, spec, params):
+            return Contract(self.shift).forward(arrays, spec, params)
+
+        backward = Contract.backward
+
+    class Functions:
+        forward = staticmethod(contract.forward)
+        backward = staticmethod(contract.backward)
+
+    class Methods(Contract):
+        pass
+
+    namespace = types.SimpleNamespace(forward=contract.forward, backward=contract.backward)
+    for kernel, value in ((namespace, 3), (Unhashable(), 4), (Functions, 3), (Methods, 100)):
+        register(Platform.CUDA, Backend.CPU, kernel, priority=5)
+        assert (flash_attention(X, X, X) == value).all()
+        assert jax.grad(lambda q: flash_attention(q, X, X).sum())(X).shape == X.shape
+        kernel_registry.unregister(kernel)
+        kernel_registry.register(FLASH, Platform.CUDA, Backend.GPU, support=Support.everything(devices=cuda()))(kernel)
+
+    named = [types.SimpleNamespace(forward=contract.forward, name=name) for name in ("one", "two")]
+    before = len(kernel_registry.list_implementations(FLASH))
+    for kernel in named:
+        register(Platform.CUDA, Backend.CPU, kernel)
+    assert len(kernel_registry.list_implementations(FLASH)) == before + 2
+
+
+def test_more_wrong_registrations():
+    class NoForward:
+        pass
+
+    class NeedsArguments:
+        def __init__(self, size):
+            self.size = size
+
+        def forward(self, arrays, spec, params):
+            return arrays["query"], None
+
+    register = kernel_registry.register
+    with pytest.raises(InvalidInputError, match="class without a forward"):
+        register(FLASH, "xla", "any", support=Support.everything())(NoForward)
+    with pytest.raises(InvalidInputError, match="register an instance"):
+        register(FLASH, "xla", "any", support=Support.everything())(NeedsArguments)
+    with pytest.raises(InvalidInputError, match="priority is 'high'"):
+        register(FLASH, "xla", "any", support=Support.everything(), priority="high")
+    with pytest.raises(InvalidInputError, match="names casual; flash_attention knows causal"):
+        register(FLASH, "xla", "any", support=Support(features={"casual"}))(max)
+    with pytest.raises(InvalidInputError, match="expected names of dtypes"):
+        Support(dtypes={"float33"})
+    assert Support(dtypes={jnp.float32, np.float16}).dtypes == {"float32", "float16"}
+
+
+def test_everything_is_spelled_out(register):
+    register(Platform.CUDA, Backend.CPU, Contract())
+    entry = next(e for e in kernel_registry.list_implementations(FLASH) if e.platform is Platform.CUDA)
+    assert {"bias", "sinks"} <= entry.support.features
+    assert entry.support.gradients == {"query", "key", "value", "bias", "softmax_aux"}
+    assert "priority 0 too, registered later" in str(explain(FLASH, X, X, X))
+
+
+def test_explain_takes_what_the_operation_takes(register):
+    for options in (
+        {"dropout_seed": 2**31 + 5},
+        {"dropout_seed": 2**70, "dropout_prob": 0.1},
+        {"sliding_window": [2, 0]},
+    ):
+        flash_attention(X, X, X, **options)
+        assert explain(FLASH, X, X, X, **options).chosen.platform is Platform.XLA
+    register(Platform.CUDA, Backend.CPU, Contract(), priority=5)
+    assert explain(kernel_registry.get(FLASH, "xla"), X, X, X).chosen.platform is Platform.XLA
+
+
+def test_empty_parameters_say_nothing():
+    assert params_of(fwd_params=FwdParams())[1] == "heuristic"
+
+
+_THREADS = """
+import threading, jax.numpy as jnp
+from ejkernel import flash_attention
+x, errors = jnp.ones((1, 4, 1, 4)), []
+barrier = threading.Barrier(8)
+def run():
+    barrier.wait()
+    try:
+        flash_attention(x, x, x)
+    except Exception as error:
+        errors.append(error)
+threads = [threading.Thread(target=run) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not errors, errors
+"""
+
+
+def test_first_calls_from_several_threads():
+    import subprocess
+    import sys
+
+    result = subprocess.run([sys.executable, "-c", _THREADS], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

@@ -1,5 +1,6 @@
 """Over several devices: by the compiler's own partitioning, and inside shard_map."""
 
+import contextlib
 import re
 
 import jax
@@ -97,3 +98,25 @@ def test_replicated_keys_inside_shard_map(entry, mesh):
         actual = jax.grad(lambda *a: (mapped(*a) ** 2).sum(), wrt)(q, k)
         expected = jax.grad(lambda *a: (plain(*a) ** 2).sum(), wrt)(q, k)
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("in_context", [True, False])
+def test_explicit_meshes(entry, in_context):
+    """Where array types say how they are partitioned, as `jax.make_mesh` has it by default."""
+    explicit = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    arrays, statics = CASE.make()
+    spread = {n: jax.device_put(x, NamedSharding(explicit, SPECS[n])) for n, x in arrays.items()}
+
+    def run(arrays):
+        return flash_attention(**arrays, **statics, return_lse=True, platform=entry.platform)
+
+    with jax.set_mesh(explicit) if in_context else contextlib.nullcontext():
+        out, lse = jax.jit(run)(spread)
+        assert out.sharding.spec[:3] == P("data", None, "model")[:3]
+        grads = jax.jit(jax.grad(lambda q: (run({**spread, "query": q})[0] ** 2).sum()))(spread["query"])
+    expected, expected_lse = run(arrays)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=1e-5)
+    expected_grads = jax.grad(lambda q: (run({**arrays, "query": q})[0] ** 2).sum())(arrays["query"])
+    np.testing.assert_allclose(grads, expected_grads, rtol=2e-4, atol=2e-4)

@@ -311,3 +311,50 @@ def test_no_warning_without_a_cause(recwarn):
     warnings.simplefilter("always")
     flash_attention(X, X, X)
     assert not [w for w in recwarn if "ejkernel" in str(w.message)]
+
+
+@pytest.mark.usefixtures("two_parameters")
+def test_another_directory_is_another_store(own_store, monkeypatch, timed):
+    autotune(flash_attention)(X, X, X)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(own_store.parent / "second"))
+    assert explain(FLASH, X, X, X).chosen.source == "heuristic"
+    autotune(flash_attention)(X, X, X)
+    assert len(timed) == 4
+    assert len(entries(own_store.parent / "second")) == 1
+
+
+def test_neither_arguments_nor_overlays_are_kept(own_store):
+    """Also of a kernel that proposes nothing itself."""
+    from ejkernel import overlay
+
+    class Bare:
+        def forward(self, arrays, spec, params):
+            q = arrays["query"]
+            return q, jnp.zeros((q.shape[0], q.shape[2], q.shape[1])) + (params.num_key_splits or 0)
+
+        def backward(self, arrays, spec, params, *rest):
+            return {name: arrays[name] for name in ("query", "key", "value")}
+
+    bare = kernel_registry.register(FLASH, Platform.CUDA, Backend.CPU, support=Support.everything(), priority=50)(
+        Bare()
+    )
+    try:
+        with overlay(flash_attention=FwdParams(kv_blocksize=11)):
+            autotune(jax.grad(lambda x: flash_attention(x, x, x, fwd_params=FwdParams(q_blocksize=13)).sum()))(X)
+        kept = [json.loads(path.read_text()) for path in entries(own_store)]
+        bares = [e for e in kept if "Bare" in e["key"]["implementation"]]
+        assert {e["key"]["direction"] for e in bares} == {"forward", "backward"}
+        assert all(e["value"]["params"] == {} for e in bares)
+        assert all(11 not in e["value"]["params"].values() and 13 not in e["value"]["params"].values() for e in kept)
+    finally:
+        kernel_registry.unregister(bare)
+
+
+def test_the_environment_does_not_tune_what_is_not_here(monkeypatch):
+    from ejkernel import target
+
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE", "1")
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert explain(FLASH, x, x, x, device="nvidia-h200").chosen.source == "heuristic"
+    with target("tpu-v5e"):
+        assert explain(FLASH, x, x, x).chosen.source == "heuristic"

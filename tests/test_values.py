@@ -1,5 +1,6 @@
 """Every implementation's values against float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -170,3 +171,26 @@ def test_large_logits(entry):
     arrays["query"] = arrays["query"] * 60
     out = flash_attention(**arrays, **statics, **SMALL_BLOCKS, platform=entry.platform)
     assert_close(out, oracle.attention(**case.as_oracle(arrays, statics))[0], "float32")
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [(None, 2**31 - 1), (2**31, 0), (2**40, 2**40), 37])
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_wider_than_everything(entry, window, packed):
+    case = Case("window", frozenset({"window", "varlen"} if packed else {"window"}), window=window)
+    check(entry, case)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_wide_segment_ids_stay_apart(entry):
+    def run(ids, dtype):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 1, 8)), jnp.float32)
+        ids = jnp.asarray(ids, dtype)[None]
+        return flash_attention(x, x, x, q_segment_ids=ids, kv_segment_ids=ids, platform=entry.platform)
+
+    expected = run([1, 1, 2, 2, 3, 3], jnp.int32)
+    np.testing.assert_array_equal(run([1, 1, 2, 2, 2**31 + 5, 2**31 + 5], jnp.uint32), expected)
+    np.testing.assert_array_equal(run([1, 1, 2, 2, 3, 3], jnp.int8), expected)
+    with jax.enable_x64(True):
+        wide = run([1, 1, 2**32 + 1, 2**32 + 1, 2**33, 2**33], jnp.int64)
+    np.testing.assert_allclose(wide, expected, rtol=1e-6)

@@ -90,3 +90,11 @@ def test_two_vmaps_and_another_axis(entry):
         for j in range(2):
             expected = one(q[i, ..., j], arrays["key"][i], arrays["value"][i])
             np.testing.assert_allclose(twice[i, ..., j], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_vmap_over_nothing(entry):
+    x = jnp.ones((0, 2, 5, 2, 8))
+    run = jax.vmap(jax.value_and_grad(lambda x: flash_attention(x, x, x, platform=entry.platform).sum()))
+    value, grad = run(x)
+    assert (value.shape, grad.shape) == ((0,), x.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, Num
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Integer
 
 from ejkernel.kernels import dropout
 from ejkernel.ops.core.checks import Checker, concrete, is_array
@@ -19,29 +21,31 @@ from ejkernel.ops.core.support import Backend, Platform
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.xla_utils import prepare_sequence_ids
 
+AnyArray = Array | np.ndarray
+
 _check = Checker("flash_attention")
 
 
 def flash_attention(
-    query: Float[Array, "batch q_len heads head_dim"],
-    key: Float[Array, "batch kv_len kv_heads head_dim"],
-    value: Float[Array, "batch kv_len kv_heads value_dim"],
-    attention_mask: Num[Array, "..."] | Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    dropout_seed: int | Int[Array, ""] | None = None,
+    query: Float[AnyArray, "batch q_len heads head_dim"],
+    key: Float[AnyArray, "batch kv_len kv_heads head_dim"],
+    value: Float[AnyArray, "batch kv_len kv_heads value_dim"],
+    attention_mask: Bool[AnyArray, "..."] | Integer[AnyArray, "..."] | None = None,
+    bias: Float[AnyArray, "..."] | None = None,
+    causal: bool | np.bool_ = False,
+    softmax_scale: float | int | None = None,
+    dropout_prob: float | int = 0.0,
+    dropout_seed: int | Integer[AnyArray, ""] | None = None,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    cum_seqlens_q: Int[Array, " offsets"] | None = None,
-    cum_seqlens_k: Int[Array, " offsets"] | None = None,
-    softmax_aux: Float[Array, "..."] | None = None,
+    sliding_window: int | np.integer | Sequence[int | None] | None = None,
+    logits_soft_cap: float | int | None = None,
+    cum_seqlens_q: Integer[AnyArray, " offsets"] | None = None,
+    cum_seqlens_k: Integer[AnyArray, " offsets"] | None = None,
+    softmax_aux: Float[AnyArray, "..."] | None = None,
     *,
-    q_segment_ids: Int[Array, "batch q_len"] | None = None,
-    kv_segment_ids: Int[Array, "batch kv_len"] | None = None,
+    q_segment_ids: Integer[AnyArray, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[AnyArray, "batch kv_len"] | None = None,
     return_lse: bool = False,
     platform: Platform | str | None = None,
     backend: Backend | str | None = None,
@@ -90,8 +94,7 @@ def flash_attention(
             value,
             attention_mask,
             bias,
-            # A Python int may not fit the int32 that JAX would make of it.
-            np.uint32(dropout_seed & 0xFFFFFFFF) if type(dropout_seed) is int else dropout_seed,
+            _seed(dropout_seed),
             cum_seqlens_q,
             cum_seqlens_k,
             softmax_aux,
@@ -113,9 +116,17 @@ def flash_attention(
     )
 
 
+def _seed(seed: Any) -> Any:
+    """A Python int may not fit the int32 that JAX would make of it."""
+    return np.uint32(seed & 0xFFFFFFFF) if type(seed) is int else seed
+
+
 @dataclass(frozen=True)
 class FlashSpec:
-    """What to compute, beside the arrays."""
+    """What to compute, beside the arrays.
+
+    ``window`` is all that causality and the sliding window leave: with ``causal`` its right side is 0.
+    """
 
     causal: bool
     window: tuple[int | None, int | None]
@@ -177,6 +188,15 @@ class FlashAttention(Operation):
     gradients = ("query", "key", "value", "bias", "softmax_aux")
     shareable = frozenset({"attention_mask", "bias", "softmax_aux", "kv_start", "kv_stop"})
 
+    def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Lists become tuples, Python seeds 32 bits."""
+        arguments = super().normalise(arguments)
+        return (
+            {**arguments, "dropout_seed": _seed(arguments["dropout_seed"])}
+            if "dropout_seed" in arguments
+            else arguments
+        )
+
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
         a = arguments
@@ -189,11 +209,12 @@ class FlashAttention(Operation):
         self._check_packing(a["cum_seqlens_q"], a["cum_seqlens_k"], batch)
         self._check_segments(a["q_segment_ids"], a["kv_segment_ids"], full)
         self._check_sinks(a["softmax_aux"], heads)
-        spec = self._spec(a, head_dim)
+        window = _check.window("sliding_window", a["sliding_window"])
+        spec = self._spec(a, head_dim, window, max(q_len, kv_len))
         _check.flag("return_lse", a["return_lse"])
         used = {
             "causal": (spec.causal, "causal"),
-            "window": (spec.window != (None, None), "sliding_window"),
+            "window": (window != (None, None), "sliding_window"),
             "soft_cap": (spec.logits_soft_cap is not None, "logits_soft_cap"),
             "bias": (a["bias"] is not None, "bias"),
             "mask": (a["attention_mask"] is not None, "attention_mask"),
@@ -305,7 +326,7 @@ class FlashAttention(Operation):
         if sinks.shape[-1] == 0 or (sinks.ndim == 2 and sinks.shape[0] != heads):
             _check.fail("softmax_aux", sinks, f"{layout} with at least one sink")
 
-    def _spec(self, a: dict[str, Any], head_dim: int) -> FlashSpec:
+    def _spec(self, a: dict[str, Any], head_dim: int, window: tuple[int | None, int | None], longest: int) -> FlashSpec:
         scale, cap, seed = a["softmax_scale"], a["logits_soft_cap"], a["dropout_seed"]
         probability = _check.number("dropout_prob", a["dropout_prob"], "a probability in [0, 1)")
         if not 0 <= probability < 1:
@@ -322,9 +343,12 @@ class FlashAttention(Operation):
             )
         if cap is not None and _check.number("logits_soft_cap", cap, "a number above 0") <= 0:
             _check.fail("logits_soft_cap", cap, "a number above 0, or None")
+        causal = _check.flag("causal", a["causal"])
+        # A side as long as the arrays hides nothing, and longer ones need not fit the kernels' integers.
+        left, right = (None if side is not None and side >= longest else side for side in window)
         return FlashSpec(
-            causal=_check.flag("causal", a["causal"]),
-            window=_check.window("sliding_window", a["sliding_window"]),
+            causal=causal,
+            window=(left, 0 if causal else right),
             softmax_scale=head_dim**-0.5 if scale is None else _check.number("softmax_scale", scale, "a number"),
             logits_soft_cap=None if cap is None else float(cap),
             dropout_prob=probability,
@@ -333,11 +357,11 @@ class FlashAttention(Operation):
     def check_values(self, arguments: dict[str, Any]) -> None:
         """Offsets must start at 0 and never decrease."""
         for name, length_of in (("cum_seqlens_q", "query"), ("cum_seqlens_k", "key")):
-            offsets = concrete(arguments[name])
-            if offsets is None or offsets.ndim != 1 or not offsets.size or not is_array(arguments[length_of]):
+            offsets, array = concrete(arguments[name]), arguments[length_of]
+            if offsets is None or offsets.ndim != 1 or not offsets.size or not is_array(array) or len(array.shape) != 4:
                 continue
-            total = arguments[length_of].shape[1]
-            if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > total:
+            total = array.shape[1]
+            if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any() or offsets[-1] > total:
                 shown = np.array2string(offsets, threshold=8)
                 _check.fail(
                     name,
@@ -352,19 +376,22 @@ class FlashAttention(Operation):
         arrays = {"query": query, "key": key, "value": a["value"]}
         if mask is not None:
             shape = {2: (0, None, None, 1), 3: (0, None, 1, 2), 4: (0, 1, 2, 3)}[mask.ndim]
-            arrays["attention_mask"] = (mask != 0).reshape([1 if axis is None else mask.shape[axis] for axis in shape])
+            mask = mask if mask.dtype == bool else mask != 0
+            arrays["attention_mask"] = mask.reshape([1 if axis is None else mask.shape[axis] for axis in shape])
         if bias is not None:
             arrays["bias"] = jnp.reshape(bias, _four(bias.shape))
         if a["q_segment_ids"] is not None:
-            arrays["q_segment_ids"] = a["q_segment_ids"].astype(jnp.int32)
-            arrays["kv_segment_ids"] = a["kv_segment_ids"].astype(jnp.int32)
+            ids = a["q_segment_ids"], a["kv_segment_ids"]
+            # Never narrower than they came: two ids must not become one.
+            wide = np.promote_types(*(x.dtype for x in ids))
+            wide = jnp.int32 if wide.itemsize < 4 else wide
+            arrays["q_segment_ids"], arrays["kv_segment_ids"] = (x.astype(wide) for x in ids)
         if a["cum_seqlens_q"] is not None:
             arrays["kv_start"], arrays["kv_stop"] = _packed_intervals(
                 a["cum_seqlens_q"].astype(jnp.int32), a["cum_seqlens_k"].astype(jnp.int32), query.shape[1], spec
             )
         if a["softmax_aux"] is not None:
-            dtype = jnp.promote_types(query.dtype, jnp.float32)
-            sinks = _log_sum_exp(a["softmax_aux"].astype(dtype))
+            sinks = _log_sum_exp(a["softmax_aux"].astype(_statistics_dtype(query)))
             arrays["softmax_aux"] = jnp.broadcast_to(sinks, (1, query.shape[2]))
         if spec.dropout_prob:
             arrays["dropout_key"] = dropout.batch_keys(a["dropout_seed"], query.shape[0])
@@ -377,12 +404,17 @@ class FlashAttention(Operation):
             return None
         _, q_len, heads, _ = query.shape
         out = jnp.zeros((0, q_len, heads, value.shape[3]), query.dtype)
-        lse = jnp.zeros((0, heads, q_len), jnp.promote_types(query.dtype, jnp.float32))
+        lse = jnp.zeros((0, heads, q_len), _statistics_dtype(query))
         return self.finish(arguments, out, lse)
 
-    def finish(self, arguments: dict[str, Any], out: Array, lse: Array) -> Any:
+    def finish(self, arguments: dict[str, Any], out: Any, lse: Any) -> Any:
         """The output, with the lse if it was asked for."""
         return (out, lse) if arguments["return_lse"] else out
+
+    def result_specs(self, arguments: dict[str, Any], spec: tuple) -> Any:
+        """The output as the query is partitioned, but for the head dim."""
+        batch, length, heads, _ = spec
+        return self.finish(arguments, PartitionSpec(batch, length, heads), PartitionSpec(batch, heads, length))
 
     def cost(self, call: Call) -> Cost:
         """Two products a visible pair forward, five backward; every array once. Masks that are data count as seen."""
@@ -416,6 +448,11 @@ class FlashAttention(Operation):
         return {name: make(name, like) for name, like in shapes.items()}
 
 
+def _statistics_dtype(query: Any) -> Any:
+    """Of the lse and the sinks."""
+    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+
+
 def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (4 - len(shape)) + tuple(shape)
 
@@ -444,7 +481,6 @@ def _packed_intervals(cum_q: Array, cum_k: Array, q_len: int, spec: FlashSpec) -
     q_end, k_first, k_end = cum_q[sequence + 1], cum_k[sequence], cum_k[sequence + 1]
     position = jnp.arange(q_len, dtype=jnp.int32) - q_end + k_end
     left, right = spec.window
-    right = 0 if spec.causal and (right is None or right > 0) else right
     start = k_first if left is None else jnp.clip(position - left, k_first, k_end)
     stop = k_end if right is None else jnp.clip(position + right + 1, start, k_end)
     return jnp.where(padding, cum_k[-1], start)[None], jnp.where(padding, cum_k[-1], stop)[None]
@@ -454,7 +490,6 @@ def _visible_pairs(spec: FlashSpec, q_len: int, kv_len: int) -> int:
     """How many (query, key) pairs causality and the window leave in one head."""
     position = np.arange(q_len) + kv_len - q_len
     left, right = spec.window
-    right = 0 if spec.causal and (right is None or right > 0) else right
     start = np.zeros_like(position) if left is None else np.clip(position - left, 0, kv_len)
     stop = np.full_like(position, kv_len) if right is None else np.clip(position + right + 1, 0, kv_len)
     return int(np.maximum(stop - start, 0).sum())

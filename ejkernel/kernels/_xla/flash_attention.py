@@ -103,6 +103,8 @@ def backward(
     finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
     # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
     slope = _sum_last(out.astype(p.acc) * dout.astype(p.acc)).swapaxes(1, 2) - dlse
+    # A row that sees nothing has no gradient, whatever its cotangents are.
+    slope = jnp.where(lse == -jnp.inf, 0, slope)
 
     def block_of_keys(index, carry):
         tile, b0, h0, j = p.place(index, p.kv_blocks)
@@ -126,6 +128,10 @@ def backward(
                 keep = _flip(p.keep(b0, h0, q0, k0)).reshape(weights.shape)
                 kept, dweights = weights * keep, dweights * keep
             ds = weights * (dweights - p.row_slice(slope, b0, h0, q0))
+            if visible is not None and "softmax_aux" in arrays:
+                # With sinks a row that sees nothing still has an lse, so its cotangents are in the slope.
+                five = (p.b, p.h, p.kv_block, p.g, p.q_block)
+                ds = jnp.where(_flip(visible), ds.reshape(five), 0).reshape(ds.shape)
             if bias is not None:
                 dbias = p.add_to_bias(dbias, ds, b0, h0, q0, k0)
             if cap_slope is not None:
@@ -251,7 +257,7 @@ class _Problem:
     @property
     def acc(self):
         """The dtype of logits, statistics and accumulators."""
-        return jnp.promote_types(self.arrays["query"].dtype, jnp.float32)
+        return jnp.float64 if self.arrays["query"].dtype == jnp.float64 else jnp.float32
 
     @property
     def prescaled(self) -> bool:
@@ -275,7 +281,7 @@ class _Problem:
     def intervals(self):
         if "kv_start" in self.arrays:
             return self.arrays["kv_start"], self.arrays["kv_stop"]
-        return visibility.intervals(self.spec.causal, self.spec.window, self.q_len, self.kv_len)
+        return visibility.intervals(self.spec.window, self.q_len, self.kv_len)
 
     @property
     def segments(self):
@@ -460,7 +466,6 @@ class XlaFlashAttention:
         q_len, q_heads = shapes["query"].shape[1:3]
         kv_len, kv_heads = shapes["key"].shape[1:3]
         left, right = spec.window
-        right = 0 if spec.causal and (right is None or right > 0) else right
         if left is not None and right is not None and left + right < 2 * BLOCK and "kv_start" not in shapes:
             wide = -(-(left + right + NARROW) // 64) * 64
             q, kv = (NARROW, wide) if direction == "forward" else (wide, NARROW)
@@ -483,8 +488,9 @@ class XlaFlashAttention:
         """Blocks worth trying."""
         cls = FwdParams if direction == "forward" else BwdParams
         q_len, kv_len = shapes["query"].shape[1], shapes["key"].shape[1]
-        tried = [(q, kv) for q in (128, 256, 512) for kv in (256, 512, 1024)]
-        return [cls(q_blocksize=_even(q, q_len), kv_blocksize=_even(kv, kv_len)) for q, kv in tried]
+        heads = XlaFlashAttention.defaults(shapes, spec, device, direction).blocksize_heads
+        tried = [(_even(q, q_len), _even(kv, kv_len)) for q in (128, 256, 512) for kv in (256, 512, 1024)]
+        return [cls(q_blocksize=q, kv_blocksize=kv, blocksize_heads=heads) for q, kv in tried]
 
 
 def _even(block: int, length: int) -> int:

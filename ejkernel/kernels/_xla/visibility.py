@@ -28,13 +28,10 @@ class Ranges(NamedTuple):
     full_end: Any
 
 
-def intervals(
-    causal: bool, window: tuple[int | None, int | None], q_len: int, kv_len: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """``[1, q_len]`` starts and stops for causality and a window, aligned bottom-right."""
+def intervals(window: tuple[int | None, int | None], q_len: int, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """``[1, q_len]`` starts and stops for a window, aligned bottom-right; causality is a right side of 0."""
     position = np.arange(q_len, dtype=np.int64)[None] + (kv_len - q_len)
     left, right = window
-    right = 0 if causal and (right is None or right > 0) else right
     start = np.zeros_like(position) if left is None else position - left
     stop = np.full_like(position, kv_len) if right is None else position + right + 1
     start = np.clip(start, 0, kv_len)
@@ -88,7 +85,7 @@ def _bisect(array) -> Callable:
 def _segment_ranges(own, other, first, block: int, length: int) -> Ranges:
     """The hull of the positions of ``other`` whose ids lie between those of each block of ``own``."""
     ids = own[:, first[:, None] + np.arange(block)]
-    large = np.iinfo(np.int32).max
+    large = jnp.asarray(jnp.iinfo(ids.dtype).max, ids.dtype)
     low = jnp.where(ids > 0, ids, large).min(-1, keepdims=True)
     high = ids.max(-1, keepdims=True)
     other = other[:, None, :]

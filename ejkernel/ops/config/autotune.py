@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.config import chain
-from ejkernel.ops.core.context import tuning
+from ejkernel.ops.core.context import surroundings, tuning
 from ejkernel.ops.core.device import DeviceInfo, describe
 from ejkernel.ops.core.registry import Implementation, kernel_registry
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
@@ -57,7 +57,9 @@ def measure(
     call: Call, device: DeviceInfo, entries: list[Implementation], direction: str
 ) -> dict[Implementation, chain.Record]:
     """Time every implementation with each of its parameters; keep and return the best of each."""
-    here = next((d for d in jax.local_devices() if describe(d) == device), None)
+    here = _device(device)
+    if here is None and not surroundings().tuning:
+        return {}  # the environment asks for tuning in general, not for tuning what is not here
     if here is None:
         raise InvalidInputError(
             f"autotune cannot measure for {device}: no such device is here. Leave the block of ejkernel.target, or tune there."
@@ -80,6 +82,15 @@ def measure(
     return results
 
 
+def _device(device: DeviceInfo) -> jax.Device | None:
+    """The device itself, if this process has it."""
+    try:
+        there = jax.local_devices(backend=device.kind)
+    except RuntimeError:
+        return None
+    return next((d for d in there if describe(d) == device), None)
+
+
 def _measure_here(call, device, here, entries, direction) -> dict[Implementation, chain.Record]:
     operation = kernel_registry.operation(call.operation)
     candidates = [(entry, params) for entry in entries for params in _candidates(call, device, entry, direction)]
@@ -89,7 +100,7 @@ def _measure_here(call, device, here, entries, direction) -> dict[Implementation
         for entry, params in candidates:
             progress.step(f"{entry} {_words(params)}")
             try:
-                seconds = _time(_runner(entry, params, call, arrays, direction))
+                seconds = _time(_runner(entry, params, call, device, arrays, direction))
             except Exception as error:
                 warnings.warn(
                     f"{call.operation} on {entry} with {_words(params)} failed while tuning: {error}", stacklevel=2
@@ -103,21 +114,22 @@ def _measure_here(call, device, here, entries, direction) -> dict[Implementation
 
 
 def _candidates(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> list[FwdParams | BwdParams]:
-    defaults, _ = chain.resolve(call, device, entry, direction, None)
+    defaults = chain.heuristic(call, device, entry, direction)
     space = getattr(entry.kernel, "space", None)
     proposed = space(call.shapes, call.spec, device, direction) if space else []
     return list(dict.fromkeys([defaults, *proposed]))
 
 
 def _runner(
-    entry: Implementation, params: Any, call: Call, arrays: dict[str, Any], direction: str
+    entry: Implementation, params: Any, call: Call, device: DeviceInfo, arrays: dict[str, Any], direction: str
 ) -> Callable[[], Any]:
     operation = kernel_registry.operation(call.operation)
     if entry.plain:
         own = operation.sample({name: x for name, x in call.arguments.items() if hasattr(x, "shape")})
         run = jax.jit(lambda own: operation.run_plain(entry, {**call.arguments, **own}))
         return lambda: run(own)
-    forward = jax.jit(lambda arrays: entry.kernel.forward(arrays, call.spec, params))
+    fwd_params = params if direction == "forward" else chain.heuristic(call, device, entry, "forward")
+    forward = jax.jit(lambda arrays: entry.kernel.forward(arrays, call.spec, fwd_params))
     if direction == "forward":
         return lambda: forward(arrays)
     residuals = jax.eval_shape(forward, arrays)

@@ -35,6 +35,17 @@ _memory: dict[str, Record] = {}
 _absent: set[str] = set()
 
 
+def environment() -> tuple[str | None, str | None]:
+    """The variables that change what is chosen; part of the key of everything that is cached."""
+    return os.environ.get("EJKERNEL_AUTOTUNE"), os.environ.get("EJKERNEL_CACHE_DIR")
+
+
+def tuning_asked() -> bool:
+    """Whether calls are to be measured: in a block of ``autotune``, or by ``EJKERNEL_AUTOTUNE``."""
+    off = (None, "", "0", "false", "no", "off")
+    return surroundings().tuning or ((value := environment()[0]) is not None and value.lower() not in off)
+
+
 def entry_key(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> dict[str, Any]:
     """All that a measurement depends on."""
     import jax
@@ -58,9 +69,8 @@ def records(
     if not call.bucket:
         return {}
     found = {entry: lookup(call, device, entry, direction) for entry in entries}
-    asked = surroundings().tuning or os.environ.get("EJKERNEL_AUTOTUNE", "") not in ("", "0")
     missing = [entry for entry, record in found.items() if record is None or record.source == "shipped"]
-    if asked and missing:
+    if missing and tuning_asked():
         from ejkernel.ops.config import autotune
 
         found |= autotune.measure(call, device, missing, direction)
@@ -70,7 +80,7 @@ def records(
 def lookup(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> Record | None:
     """Memory, then the store, then the tables of the package."""
     key = entry_key(call, device, entry, direction)
-    text = stable_json(key)
+    text = _memory_key(key)
     if text in _memory:
         return _memory[text]
     if text not in _absent:
@@ -82,10 +92,14 @@ def lookup(call: Call, device: DeviceInfo, entry: Implementation, direction: str
     return _shipped(call, device, entry, direction)
 
 
+def _memory_key(key: dict[str, Any]) -> str:
+    return f"{store.directory()}\n{stable_json(key)}"
+
+
 def remember(call: Call, device: DeviceInfo, entry: Implementation, direction: str, record: Record) -> None:
     """Keep a measurement, here and in the store."""
     key = entry_key(call, device, entry, direction)
-    _memory[stable_json(key)] = Record(record.params, record.seconds, "memory")
+    _memory[_memory_key(key)] = Record(record.params, record.seconds, "memory")
     store.write(key, {"params": record.params.to_dict(), "seconds": record.seconds})
     kernel_registry.generation += 1
 
@@ -98,21 +112,27 @@ def forget() -> None:
     kernel_registry.generation += 1
 
 
+def heuristic(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> FwdParams | BwdParams:
+    """What a kernel proposes where nothing was measured or asked for."""
+    defaults = getattr(entry.kernel, "defaults", None)
+    return (
+        defaults(call.shapes, call.spec, device, direction) if defaults and call.shapes else params_class(direction)()
+    )
+
+
 def resolve(
     call: Call, device: DeviceInfo, entry: Implementation, direction: str, record: Record | None
 ) -> tuple[FwdParams | BwdParams, str]:
     """The parameters to run with, and the first link of the chain that had a say."""
     cls = params_class(direction)
-    defaults = getattr(entry.kernel, "defaults", None)
-    params = defaults(call.shapes, call.spec, device, direction) if defaults and call.shapes else cls()
-    source = "heuristic"
+    params, source = heuristic(call, device, entry, direction), "heuristic"
     given = call.fwd_params if direction == "forward" else call.bwd_params
     for link, layer in (
         (record.source if record else "", record.params if record else None),
         ("overlay", surroundings().overlaid(call.operation, cls)),
         ("argument", given),
     ):
-        if layer is not None:
+        if layer is not None and (layer.to_dict() or link not in ("overlay", "argument")):
             params, source = cls.merge(params, layer), link
     return params, source
 

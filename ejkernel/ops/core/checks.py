@@ -14,15 +14,23 @@ from ejkernel.errors import InvalidInputError
 
 
 def words(value: Any) -> str:
-    """A value in an error: arrays by dtype and shape."""
+    """A value in an error: arrays by dtype and shape, containers by their type alone."""
     if is_array(value):
-        return f"{jnp.dtype(value.dtype).name}{list(value.shape)}"
+        kind = "ShapeDtypeStruct " if isinstance(value, jax.ShapeDtypeStruct) else ""
+        return f"{kind}{value.dtype}{list(value.shape)}"
+    if isinstance(value, list | dict | set):
+        return f"a {type(value).__name__}"
     return f"{value!r} ({type(value).__name__})"
 
 
 def is_array(value: Any) -> bool:
     """Whether a value has a shape and a dtype: an array, a tracer or a ``ShapeDtypeStruct``."""
     return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether a value is a JAX array with values, not a tracer."""
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
 def concrete(value: Any) -> np.ndarray | None:
@@ -50,6 +58,8 @@ class Checker:
             self.fail(name, value, f"an array {expected}: pass jnp.asarray({name})")
         if len(value.shape) not in ranks:
             self.fail(name, value, f"{expected}; it has {len(value.shape)} dimensions")
+        if not all(isinstance(size, int) for size in value.shape):
+            self.fail(name, value, f"{expected}, of sizes that are known: symbolic shapes are not supported")
         if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
             self.fail(name, value, f"{expected}, of dtype {' or '.join(kind.__name__ for kind in kinds)}")
 

@@ -67,8 +67,10 @@ def target(device: Any) -> Iterator[devices.DeviceInfo]:
 
 
 @contextlib.contextmanager
-def overlay(**operations: FwdParams | BwdParams | tuple[FwdParams, BwdParams]) -> Iterator[None]:
+def overlay(**operations: Any) -> Iterator[None]:
     """Give parameters to every call of an operation in the block, without touching the calls or the store.
+
+    An operation's name takes ``FwdParams``, ``BwdParams`` or a pair of both.
 
     Example:
         >>> from ejkernel import FwdParams, overlay

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
-
-import jax
 
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.core import device as devices
 from ejkernel.ops.core import select
+from ejkernel.ops.core.checks import is_concrete
 from ejkernel.ops.core.context import surroundings
 from ejkernel.ops.core.registry import kernel_registry
 
 
-def explain(operation: Callable | str, /, *args: Any, device: Any = None, **kwargs: Any) -> select.Explanation:
+def explain(operation: Any, /, *args: Any, device: Any = None, **kwargs: Any) -> select.Explanation:
     """What a call would run, and why not something else.
 
     Args:
-        operation: the function, or its name.
+        operation: the function, its name, or what ``kernel_registry.get`` returned.
         *args: the call's arguments; arrays may be ``jax.ShapeDtypeStruct``s.
         device: a ``jax.Device``, a topology's device or a chip's name such as ``"nvidia-h200"``: what to decide for.
-            Default: the device of the arrays, else the one of ``ejkernel.target``, else JAX's default.
+            Default: the one of ``ejkernel.target``, else the device of the arrays, else JAX's default.
         **kwargs: the call's keyword arguments.
 
     Example:
@@ -31,6 +30,8 @@ def explain(operation: Callable | str, /, *args: Any, device: Any = None, **kwar
         >>> explain("flash_attention", x, x, x, causal=True, device="cpu").chosen.platform
         <Platform.XLA: 'xla'>
     """
+    if isinstance(operation, functools.partial):
+        kwargs = {**operation.keywords, **kwargs}
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")
     found = kernel_registry.operation(name) if name in kernel_registry.list_algorithms() else None
     if found is None:
@@ -38,13 +39,8 @@ def explain(operation: Callable | str, /, *args: Any, device: Any = None, **kwar
         raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(known)}, or its name.")
     bound = found.signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    call, pins = found.bound(dict(bound.arguments))
+    call, pins = found.bound(found.normalise(dict(bound.arguments)))
     if device is None:
-        device = surroundings().target or _device_of(bound.arguments)
+        first = next(iter(bound.arguments.values()))
+        device = surroundings().target or (next(iter(first.devices())) if is_concrete(first) else None)
     return select.decide(call, devices.describe(device), pins)
-
-
-def _device_of(arguments: dict[str, Any]) -> Any:
-    first = next(iter(arguments.values()))
-    concrete = isinstance(first, jax.Array) and not isinstance(first, jax.core.Tracer)
-    return next(iter(first.devices())) if concrete else None

@@ -1,4 +1,4 @@
-"""An operation: bind the arguments, select an implementation, run it under one custom gradient.
+"""An operation: bind the arguments, select an implementation, run it.
 
 Everything that can be decided without values is decided while JAX traces, and JAX's own cache holds the result: an eager
 call is one dictionary look-up and one call of a jitted function.
@@ -6,31 +6,29 @@ call is one dictionary look-up and one call of a jitted function.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding
 
 from ejkernel.errors import InvalidInputError
-from ejkernel.kernels.varying import vary_over, varying_axes
+from ejkernel.ops.config import chain
 from ejkernel.ops.core import device as devices
-from ejkernel.ops.core import select
+from ejkernel.ops.core import run, select
+from ejkernel.ops.core.checks import is_concrete, words
 from ejkernel.ops.core.context import surroundings
 from ejkernel.ops.core.registry import Implementation, kernel_registry
 from ejkernel.ops.core.support import Backend, Platform, as_member
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 CACHED_CALLS = 4096
-_REST = ("out", "lse", "dout", "dlse")
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,10 @@ class Operation:
         """Check every argument and say what is asked. Uses shapes and dtypes alone."""
         raise NotImplementedError
 
+    def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Bring arguments that have several forms into one, before they become part of a key."""
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+
     def check_values(self, arguments: dict[str, Any]) -> None:
         """Refuse wrong values of arrays that are concrete; most operations have none to check."""
 
@@ -136,6 +138,10 @@ class Operation:
         """The caller's result from a kernel's."""
         raise NotImplementedError
 
+    def result_specs(self, arguments: dict[str, Any], spec: tuple) -> Any:
+        """Partition specs of the result, for a first array partitioned by ``spec``; used on explicit meshes alone."""
+        raise NotImplementedError
+
     def cost(self, call: Call) -> Cost:
         """Operations and bytes that the call needs at least."""
         raise NotImplementedError
@@ -147,29 +153,42 @@ class Operation:
     def __call__(self, arrays: tuple, statics: tuple) -> Any:
         """Run a call; ``arrays`` and ``statics`` in the order of the class attributes."""
         first = arrays[0]
-        device = None
-        if isinstance(first, jax.Array) and not isinstance(first, jax.core.Tracer):
-            device = next(iter(first.devices()))
+        device = next(iter(first.devices())) if is_concrete(first) else None
+        # The types too, for 1 == True: what one of them was refused for must not be held against the other.
+        types = tuple([tuple(map(type, s)) if type(s) is tuple else type(s) for s in statics])
+        key = (statics, types, device, kernel_registry.generation, chain.environment())
         try:
-            jitted = self._jitted.get((statics, device, kernel_registry.generation, _autotune_asked()))
-        except TypeError:  # an unhashable static: bind says which
+            jitted = self._jitted.get(key)
+        except TypeError:  # an unhashable static
             return self(arrays, self._hashable(statics))
         if jitted is None:
-            jitted = self._make(statics, device)
+            jitted = self._jitted[key] = self._make(statics, device)
         self.check_values(dict(zip(self.arrays, arrays, strict=True)))
-        return jitted(arrays)
+        try:
+            return jitted(arrays)
+        except TypeError:
+            self._check_arrays(arrays)
+            raise
 
     def _make(self, statics: tuple, device: Any) -> Callable:
         if len(self._jitted) >= CACHED_CALLS:
             self._jitted.clear()
 
         def traced(arrays):
-            return self._trace(arrays, statics, device)
+            with run.usual_promotion():
+                return self._trace(arrays, statics, device)
 
         traced.__name__ = traced.__qualname__ = self.name
-        key = (statics, device, kernel_registry.generation, _autotune_asked())
-        jitted = self._jitted[key] = jax.jit(traced)
-        return jitted
+        return jax.jit(traced)
+
+    def _check_arrays(self, arrays: tuple) -> None:
+        """Name the argument that JAX could not take."""
+        known = jax.Array | np.ndarray | np.generic | int | float | list | tuple | None
+        for name, value in zip(self.arrays, arrays, strict=True):
+            if not isinstance(value, known):
+                raise InvalidInputError(
+                    f"{self.name}: {name} is {words(value)}; expected an array (only explain takes abstract ones)."
+                )
 
     def _check_params(self, arguments: dict[str, Any]) -> None:
         for name, cls in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
@@ -178,64 +197,38 @@ class Operation:
                 raise InvalidInputError(f"{self.name}: {name} is {given!r}; expected {cls.__name__}(…) or None.")
 
     def _hashable(self, statics: tuple) -> tuple:
-        self._check_params(dict(zip(self.statics, statics, strict=True)))
-        fixed = tuple(tuple(s) if isinstance(s, list) else s for s in statics)
-        for name, value in zip(self.statics, fixed, strict=True):
+        arguments = self.normalise(dict(zip(self.statics, statics, strict=True)))
+        self._check_params(arguments)
+        for name, value in arguments.items():
             try:
                 hash(value)
             except TypeError:
                 raise InvalidInputError(
-                    f"{self.name}: {name} is {_words('', value).strip('= ')}; expected a plain Python value, "
-                    "known when the call is traced."
+                    f"{self.name}: {name} is {words(value)}; expected a plain Python value, known when the call is traced."
                 ) from None
-        return fixed
+        return tuple(arguments.values())
 
     def _trace(self, arrays: tuple, statics: tuple, device: Any) -> Any:
         arguments = dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True))
         call, pins = self.bound(arguments)
+        decision = run.Decision(self, call, surroundings().target or devices.describe(device), pins)
+        chosen = decision.choose()
         empty = self.empty(arguments)
         if empty is not None:
             return empty
-        info = surroundings().target or devices.describe(device)
-        return self._run_chosen(select.decide(call, info, pins).require(), call, info, pins, arguments)
+        traced = {name: x for name, x in zip(self.arrays, arrays, strict=True) if x is not None}
 
-    def _run_chosen(
-        self, chosen: select.Choice, call: Call, device: devices.DeviceInfo, pins: select.Pins, arguments
-    ) -> Any:
-        implementation = chosen.implementation
-        if not implementation.plain:
-            prepared = self.prepare(arguments, call.spec)
-            axes = varying_axes(*prepared.values())
-            prepared = {name: vary_over(array, axes) for name, array in prepared.items()}
-            return self.finish(arguments, *_run(self, call, device, pins, prepared))
-        floats = {name: call.arguments[name] for name in self.gradients if name in call.arguments}
-        if all(name in implementation.support.gradients for name in floats):
-            return self.run_plain(implementation, call.arguments)
-        return self._run_guarded(implementation, call, device, pins, arguments, floats)
+        def execute(traced):
+            return run.execute(decision, chosen, {**arguments, **traced})
 
-    def _run_guarded(self, implementation, call, device, pins, arguments, floats: dict[str, Array]) -> Any:
-        """A plain function that lacks gradients: where one of those is wanted, another implementation takes the call."""
-        rest = {name: x for name, x in arguments.items() if name not in floats and isinstance(x, Array)}
-
-        @jax.custom_vjp
-        def run(floats, rest):
-            return self.run_plain(implementation, {**call.arguments, **floats, **rest})
-
-        def forward(floats, rest):
-            wanted = frozenset(name for name, primal in floats.items() if primal.perturbed)
-            floats, rest = ({name: primal.value for name, primal in part.items()} for part in (floats, rest))
-            chosen = select.decide(call, device, pins, gradients=wanted).require()
-            inner = {**arguments, **rest}
-            asked = dataclasses.replace(call, arguments={**call.arguments, **rest})
-            if chosen.implementation == implementation:
-                return jax.vjp(lambda f: self.run_plain(implementation, {**asked.arguments, **f}), floats)
-            return jax.vjp(lambda f: self._run_chosen(chosen, asked, device, pins, {**inner, **f}), floats)
-
-        def backward(pull, cotangents):
-            return *pull(jax.tree.map(_materialised, cotangents, is_leaf=_is_symbolic_zero)), None
-
-        run.defvjp(forward, backward, symbolic_zeros=True)
-        return run(floats, rest)
+        mesh = _explicit_mesh(arrays[0])
+        if mesh is not None:
+            # The compiler partitions as it does elsewhere; the result is laid out as the first array is.
+            spec = (*jax.typeof(arrays[0]).sharding.spec, *[None] * arrays[0].ndim)[: arrays[0].ndim]
+            specs = self.result_specs(arguments, spec)
+            shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, jax.P))
+            execute = jax.sharding.auto_axes(execute, out_sharding=shardings)
+        return execute(traced)
 
     def bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
         """The call and the implementation it is pinned to, from all arguments by name."""
@@ -265,154 +258,29 @@ class Operation:
         }
 
 
-def _autotune_asked() -> bool:
-    return os.environ.get("EJKERNEL_AUTOTUNE", "") not in ("", "0")
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Backward:
-    """What the backward pass needs to know, beside arrays."""
-
-    chosen: select.Choice
-    wanted: frozenset[str]
-
-
-def _run(op: Operation, call: Call, device: devices.DeviceInfo, pins: select.Pins, arrays: dict[str, Array]) -> tuple:
-    """Forward under the operation's custom gradient; the implementations may depend on which gradients are wanted."""
-    differentiable = {name: array for name, array in arrays.items() if name in op.gradients}
-    others = {name: array for name, array in arrays.items() if name not in op.gradients}
-
-    @jax.custom_vjp
-    def run(differentiable, others):
-        chosen = select.decide(call, device, pins).require()
-        return _forward(op, chosen, call.spec, {**differentiable, **others})
-
-    def forward(differentiable, others):
-        wanted = frozenset(name for name, primal in differentiable.items() if primal.perturbed)
-        arrays = {name: primal.value for name, primal in differentiable.items()}
-        others = {name: primal.value for name, primal in others.items()}
-        chosen = select.decide(call, device, pins, gradients=wanted).require()
-        if chosen.implementation.whole:
-            result, pull = jax.vjp(
-                lambda a: chosen.implementation.kernel.forward({**a, **others}, call.spec, chosen.params), arrays
-            )
-            return result, (pull, result, None)
-        back = select.decide(call, device, pins, gradients=wanted, direction="backward", forward=chosen).require()
-        result = _forward(op, chosen, call.spec, {**arrays, **others})
-        return result, ({**arrays, **others}, result, _Backward(back, wanted))
-
-    def backward(residuals, cotangents):
-        saved, result, back = residuals
-        dout, dlse = jax.tree.map(_materialised, cotangents, result, is_leaf=_is_symbolic_zero)
-        if back is None:
-            return *saved((dout, dlse)), None
-        grads = _backward(back.chosen, call.spec, back.wanted, saved, (*result, dout, dlse))
-        return {name: grads.get(name) if name in back.wanted else None for name in differentiable}, None
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(differentiable, others)
-
-
-def _is_symbolic_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, SymbolicZero)
-
-
-def _materialised(cotangent: Any, primal: Array | None = None) -> Array:
-    if not _is_symbolic_zero(cotangent):
-        return cotangent
-    zeros = jnp.zeros(cotangent.shape, cotangent.dtype)
-    return zeros if primal is None else vary_over(zeros, varying_axes(primal))
-
-
-def _forward(op: Operation, chosen: select.Choice, spec: Any, arrays: dict[str, Array]) -> tuple:
-    kernel = chosen.implementation.kernel
-    if chosen.implementation.whole:
-        return kernel.forward(arrays, spec, chosen.params)
-
-    @custom_vmap
-    def forward(arrays):
-        return kernel.forward(arrays, spec, chosen.params)
-
-    @forward.def_vmap
-    def folded(axis_size, batched, arrays):
-        arrays = fold(axis_size, batched[0], arrays, op.shareable)
-        result = forward(arrays)
-        return jax.tree.map(lambda x: unfold(axis_size, x), result), jax.tree.map(lambda _: True, result)
-
-    return forward(arrays)
-
-
-def _backward(
-    chosen: select.Choice, spec: Any, wanted: frozenset[str], arrays: dict[str, Array], rest: tuple
-) -> dict[str, Array]:
-    run = chosen.implementation.backward(wanted)
-
-    @custom_vmap
-    def backward(arrays, rest):
-        return run(arrays, spec, chosen.params, *rest)
-
-    @backward.def_vmap
-    def folded(axis_size, batched, arrays, rest):
-        # Every array becomes one an example, so that each example's gradients come back apart.
-        shared = {name for name, array in arrays.items() if array.shape[int(batched[0][name])] == 1}
-        names = dict(zip(_REST, rest, strict=True)), dict(zip(_REST, batched[1], strict=True))
-        folded = fold(axis_size, {**batched[0], **names[1]}, {**arrays, **names[0]})
-        arrays, rest = {name: folded[name] for name in arrays}, tuple(folded[name] for name in _REST)
-        grads = {name: unfold(axis_size, grad) for name, grad in backward(arrays, rest).items()}
-        grads = {name: g.sum(1, keepdims=True) if name in shared else g for name, g in grads.items()}
-        return grads, jax.tree.map(lambda _: True, grads)
-
-    return backward(arrays, rest)
-
-
-def fold(
-    axis_size: int, batched: dict[str, bool], arrays: dict[str, Array], shareable: frozenset[str] = frozenset()
-) -> dict[str, Array]:
-    """Merge a vmapped axis into the batch axis of every array.
-
-    A shareable array that is neither vmapped nor different from one batch entry to the next stays as it is.
-    """
-    batch = max(array.shape[int(batched[name])] for name, array in arrays.items())
-
-    def merge(name: str, array: Array) -> Array:
-        if not batched[name]:
-            if name in shareable and array.shape[0] == 1:
-                return array
-            array = jnp.broadcast_to(array[None], (axis_size, *array.shape))
-        if array.shape[1] != batch:
-            array = jnp.broadcast_to(array, (axis_size, batch, *array.shape[2:]))
-        return array.reshape(axis_size * batch, *array.shape[2:])
-
-    return {name: merge(name, array) for name, array in arrays.items()}
-
-
-def unfold(axis_size: int, array: Array) -> Array:
-    """The vmapped axis back in front."""
-    return array.reshape(axis_size, array.shape[0] // axis_size, *array.shape[1:])
+def _explicit_mesh(array: Any) -> Any:
+    """The mesh over which an array's type says how it is partitioned, if it says so."""
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return mesh if mesh is not None and AxisType.Explicit in (mesh.axis_types or ()) else None
 
 
 def pinned(algorithm: str, platform: Platform | None, backend: Backend | None) -> Callable:
     """An operation with ``platform`` and ``backend`` filled in, or a user's algorithm."""
     operation = kernel_registry.operation(algorithm)
     if operation is not None:
-        return functools.wraps(operation.function)(
-            functools.partial(operation.function, platform=platform, backend=backend)
+        return functools.update_wrapper(
+            functools.partial(operation.function, platform=platform, backend=backend), operation.function
         )
 
-    def run(*args, **kwargs):
+    def run_pinned(*args, **kwargs):
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if hasattr(x, "shape")]
-        device = next((next(iter(x.devices())) for x in arrays if _is_concrete(x)), None)
+        device = next((next(iter(x.devices())) for x in arrays if is_concrete(x)), None)
         info = surroundings().target or devices.describe(device)
         floats = [jnp.dtype(x.dtype).name for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
         call = Call(algorithm, {**{f"{i}": x for i, x in enumerate(args)}, **kwargs}, dtype=floats[0] if floats else "")
-        return (
-            select.decide(call, info, select.Pins(platform, backend)).require().implementation.kernel(*args, **kwargs)
-        )
+        chosen = select.decide(call, info, select.Pins(platform, backend)).require()
+        return chosen.implementation.kernel(*args, **kwargs)
 
-    run.__name__ = run.__qualname__ = algorithm
-    return run
-
-
-def _is_concrete(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    run_pinned.__name__ = run_pinned.__qualname__ = algorithm
+    return run_pinned

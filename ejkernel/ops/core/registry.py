@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ejkernel.errors import InvalidInputError, UnsupportedError
-from ejkernel.ops.core.support import Backend, Platform, Support, as_member
+from ejkernel.ops.core.support import EVERYTHING, Backend, Platform, Support, as_member
 
 T = TypeVar("T")
 
@@ -20,9 +22,9 @@ BUILTIN = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Implementation:
-    """One entry of the registry.
+    """One entry of the registry; two are equal only if they are the same.
 
     ``kernel`` is what was registered: a plain function, or an object with ``forward`` and perhaps ``backward``.
     """
@@ -36,8 +38,12 @@ class Implementation:
 
     @property
     def name(self) -> str:
-        """What tells two implementations of one platform and backend apart."""
-        return f"{self.kernel.__module__}.{getattr(self.kernel, '__qualname__', type(self.kernel).__qualname__)}"
+        """What tells implementations of one platform and backend apart: the kernel's ``name``, else its qualified name."""
+        own = getattr(self.kernel, "name", None)
+        if isinstance(own, str):
+            return own
+        named = self.kernel if hasattr(self.kernel, "__qualname__") else type(self.kernel)
+        return f"{named.__module__}.{named.__qualname__}"
 
     @property
     def version(self) -> int:
@@ -71,6 +77,8 @@ class KernelRegistry:
     def __init__(self) -> None:
         self._entries: dict[str, list[Implementation]] = {}
         self._loaded: set[str] = set()
+        self._loading: set[str] = set()
+        self._lock = threading.RLock()
         # Part of the key of every cached decision: a new kernel is considered from the next call on.
         self.generation = 0
 
@@ -85,7 +93,8 @@ class KernelRegistry:
     ) -> Callable[[T], T]:
         """Decorate an implementation; it is returned unchanged.
 
-        Registering a kernel of the same name for the same algorithm, platform and backend again replaces it.
+        Registering a kernel of the same name (an attribute ``name``, else the qualified name of the function or class)
+        for the same algorithm, platform and backend again replaces it, as a notebook's cell does that is run twice.
 
         Example:
             >>> import jax.numpy as jnp
@@ -105,8 +114,12 @@ class KernelRegistry:
         platform, backend = as_member(platform, Platform, "platform"), as_member(backend, Backend, "backend")
         if platform is None or backend is None:
             raise InvalidInputError("register needs a platform and a backend; got None.")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidInputError(f"priority is {priority!r}; expected an int.")
 
         def add(kernel: T) -> T:
+            if isinstance(kernel, type) and not hasattr(kernel, "forward"):
+                raise InvalidInputError(f"{kernel!r} is a class without a forward.")
             if not callable(kernel) and not hasattr(kernel, "forward"):
                 raise InvalidInputError(f"{kernel!r} is neither a function nor an object with a forward.")
             if hasattr(kernel, "forward") and algorithm not in BUILTIN:
@@ -116,14 +129,29 @@ class KernelRegistry:
                 )
             if algorithm in BUILTIN:
                 self._load(algorithm)
-            entry = Implementation(algorithm, platform, backend, support, priority, _instance(kernel))
-            entries = self._entries.setdefault(algorithm, [])
-            entries[:] = [e for e in entries if (e.name, str(e)) != (entry.name, str(entry))]
-            entries.append(entry)
-            self.generation += 1
+            stated = self._stated(algorithm, support)
+            entry = Implementation(algorithm, platform, backend, stated, priority, _instance(kernel))
+            with self._lock:
+                kept = [e for e in self._entries.get(algorithm, []) if (e.name, str(e)) != (entry.name, str(entry))]
+                self._entries[algorithm] = [*kept, entry]
+                self.generation += 1
             return kernel
 
         return add
+
+    def _stated(self, algorithm: str, support: Support) -> Support:
+        """The support with "everything" spelled out, and its names checked against the operation's."""
+        operation = self.operation(algorithm)
+        if operation is None:
+            return support
+        for field, known in (("features", operation.features), ("gradients", operation.gradients)):
+            stated = getattr(support, field)
+            if stated is EVERYTHING:
+                support = dataclasses.replace(support, **{field: frozenset(known)})
+            elif stated - set(known):
+                unknown = ", ".join(sorted(stated - set(known)))
+                raise InvalidInputError(f"Support({field}=…) names {unknown}; {algorithm} knows {', '.join(known)}.")
+        return support
 
     def unregister(self, kernel: Any) -> None:
         """Forget a kernel that was registered."""
@@ -174,9 +202,14 @@ class KernelRegistry:
     def _load(self, algorithm: str) -> None:
         if algorithm in self._loaded:
             return
-        self._loaded.add(algorithm)
-        for module in BUILTIN[algorithm][1]:
-            importlib.import_module(module)
+        # Another thread must wait until all are there; the modules themselves register through here.
+        with self._lock:
+            if algorithm in self._loading:
+                return
+            self._loading.add(algorithm)
+            for module in BUILTIN[algorithm][1]:
+                importlib.import_module(module)
+            self._loaded.add(algorithm)
 
 
 def _instance(kernel: Any) -> Any:
@@ -184,7 +217,14 @@ def _instance(kernel: Any) -> Any:
     if not isinstance(kernel, type):
         return kernel
     first = next(iter(inspect.signature(kernel.forward).parameters), "")
-    return kernel() if first == "self" else kernel
+    if first != "self":
+        return kernel
+    try:
+        return kernel()
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{kernel!r} cannot be made without arguments ({error}): register an instance."
+        ) from None
 
 
 def matches(entry: Implementation, platform: Platform | None, backend: Backend | None) -> bool:

@@ -178,4 +178,6 @@ def _verdict(entry: Implementation, chosen: Choice | None, refused: dict, record
         return "slower", (f"{records[entry].seconds / records[best].seconds:.2g} x, measured",)
     if best in records:
         return "slower", ("not measured, another is",)
+    if entry.priority == best.priority:
+        return "slower", (f"priority {entry.priority} too, registered later",)
     return "slower", (f"priority {entry.priority} < {best.priority}",)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
+
+import jax.numpy as jnp
 
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.core.device import DeviceInfo
@@ -152,6 +155,15 @@ class _Everything(frozenset):
 EVERYTHING = _Everything()
 
 
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        raise InvalidInputError(
+            f"Support(dtypes={{{dtype!r}}}): expected names of dtypes, such as 'float32'."
+        ) from None
+
+
 @dataclass(frozen=True)
 class Support:
     """What an implementation can do.
@@ -167,20 +179,21 @@ class Support:
     """
 
     devices: Devices = field(default_factory=any_device)
-    dtypes: frozenset[str] = FLOATS
+    dtypes: Set[Any] = FLOATS
     head_dims: HeadDims = field(default_factory=HeadDims)
-    features: frozenset[str] = frozenset()
-    gradients: frozenset[str] = frozenset()
+    features: Set[str] = frozenset()
+    gradients: Set[str] = frozenset()
     deterministic: bool = True
     requires: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("dtypes", "features", "gradients"):
             value = getattr(self, name)
-            if isinstance(value, str):
+            if not isinstance(value, Set | list | tuple):
                 raise InvalidInputError(f"Support({name}={value!r}): expected a set of names, such as {{{value!r}}}.")
-            if not isinstance(value, frozenset):
-                object.__setattr__(self, name, frozenset(value))
+            if value is not EVERYTHING:
+                plain = map(_dtype_name, value) if name == "dtypes" else value
+                object.__setattr__(self, name, frozenset(plain))
 
     @classmethod
     def everything(cls, *, devices: Devices | None = None) -> Support:
