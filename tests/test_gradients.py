@@ -136,7 +136,7 @@ def test_rows_with_nothing_to_see_have_no_gradient(entry):
 
 def test_unused_bias_gradient_costs_no_memory():
     """A bias that is only added must not cost its square once more."""
-    length = 1024
+    length = 2048
     x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
     bias = jax.ShapeDtypeStruct((1, 2, length, length), jnp.float32)
     blocks = {
@@ -147,8 +147,10 @@ def test_unused_bias_gradient_costs_no_memory():
     def loss(q, k, v, bias):
         return flash_attention(q, k, v, bias=bias, **blocks).sum()
 
-    temporary = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, bias).compile().memory_analysis().temp_size_in_bytes
-    assert temporary < length * length * 4
+    def temporary(wanted):
+        return jax.jit(jax.grad(loss, wanted)).lower(x, x, x, bias).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary((0, 1, 2)) < 2 * length * length * 4 / 2
 
 
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)
