@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 
 from ejkernel import BwdParams, FwdParams
 
@@ -142,3 +143,31 @@ COMBINED = [
     Case("everything_packed", frozenset({"causal", "window", "soft_cap", "bias", "mask", "varlen", "segments", "sinks",
                                           "dropout", "lse"}), group=2, value_dim=8, q_len=60, kv_len=71, variant=1),
 ]  # fmt: skip
+
+
+@st.composite
+def any_case(draw, features):
+    """Any of the features together, any sizes, any blocks."""
+    sizes = {"gqa", "value_dim", "cross", "lse"}  # drawn as sizes, and the lse is always looked at
+    length = st.integers(1, 70)
+    q_len = draw(length)
+    side = st.none() | st.integers(0, 80)
+    block = st.sampled_from([7, 16, 33, 64, 128])
+    dim = st.sampled_from([1, 8, 20])
+    return Case(
+        "drawn",
+        draw(st.sets(st.sampled_from(sorted(set(features) - sizes))).map(frozenset)),
+        batch=draw(st.integers(1, 3)),
+        q_len=q_len,
+        kv_len=draw(st.just(q_len) | length),
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        head_dim=draw(dim),
+        value_dim=draw(dim),
+        window=draw(st.tuples(side, side)),
+        variant=draw(st.integers(0, 5)),
+        blocks={
+            "fwd_params": FwdParams(q_blocksize=draw(block), kv_blocksize=draw(block)),
+            "bwd_params": BwdParams(q_blocksize=draw(block), kv_blocksize=draw(block)),
+        },
+    )

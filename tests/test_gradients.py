@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import COMBINED, Case, single_feature_cases
+from cases import COMBINED, Case, any_case, single_feature_cases
 from conftest import runnable
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,30 +63,7 @@ def test_dtypes(entry, dtype, name, request):
 @settings(max_examples=20)
 @given(data=st.data())
 def test_feature_combinations(entry, data):
-    """Any features together, any sizes, any blocks."""
-    names = sorted(set(OPERATION.features) & set(entry.support.features) - {"gqa", "value_dim", "cross", "lse"})
-    size = st.integers(1, 60)
-    q_len = data.draw(size)
-    side = st.none() | st.integers(0, 70)
-    block = st.sampled_from([7, 16, 33, 64])
-    case = Case(
-        "drawn",
-        data.draw(st.sets(st.sampled_from(names)).map(frozenset)),
-        batch=data.draw(st.integers(1, 3)),
-        q_len=q_len,
-        kv_len=data.draw(st.just(q_len) | size),
-        kv_heads=data.draw(st.integers(1, 2)),
-        group=data.draw(st.integers(1, 3)),
-        head_dim=data.draw(st.sampled_from([1, 8, 20])),
-        value_dim=data.draw(st.sampled_from([1, 8, 20])),
-        window=data.draw(st.tuples(side, side)),
-        variant=data.draw(st.integers(0, 5)),
-        blocks={
-            "fwd_params": FwdParams(q_blocksize=data.draw(block), kv_blocksize=data.draw(block)),
-            "bwd_params": BwdParams(q_blocksize=data.draw(block), kv_blocksize=data.draw(block)),
-        },
-    )
-    check(entry, case)
+    check(entry, data.draw(any_case(entry.support.features)))
 
 
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)

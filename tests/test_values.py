@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import COMBINED, SMALL_BLOCKS, Case, single_feature_cases
+from cases import COMBINED, SMALL_BLOCKS, Case, any_case, single_feature_cases
 from conftest import runnable
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,28 +57,7 @@ def test_dtypes(entry, dtype, name, request):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_feature_combinations(entry, data):
-    """Any features together, any sizes, any blocks."""
-    names = sorted(set(OPERATION.features) & set(entry.support.features) - {"gqa", "value_dim", "cross"})
-    features = data.draw(st.sets(st.sampled_from(names)).map(frozenset))
-    size = st.integers(1, 70)
-    q_len = data.draw(size)
-    side = st.none() | st.integers(0, 80)
-    block = st.sampled_from([1, 7, 16, 33, 64, 128])
-    case = Case(
-        "drawn",
-        features,
-        batch=data.draw(st.integers(1, 3)),
-        q_len=q_len,
-        kv_len=data.draw(st.just(q_len) | size),
-        kv_heads=data.draw(st.integers(1, 3)),
-        group=data.draw(st.integers(1, 3)),
-        head_dim=data.draw(st.sampled_from([1, 8, 20])),
-        value_dim=data.draw(st.sampled_from([1, 8, 20])),
-        window=data.draw(st.tuples(side, side)),
-        variant=data.draw(st.integers(0, 5)),
-        blocks={"fwd_params": FwdParams(q_blocksize=data.draw(block), kv_blocksize=data.draw(block))},
-    )
-    check(entry, case)
+    check(entry, data.draw(any_case(entry.support.features)))
 
 
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)

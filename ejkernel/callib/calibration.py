@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401 - so that numpy knows the name "bfloat16"
 import numpy as np
 
 from ejkernel.callib.chips import CHIPS, KIB, identify
-from ejkernel.callib.devices import resolve_device
+from ejkernel.callib.devices import compute_capability, resolve_device
 from ejkernel.errors import InvalidInputError
 
 __all__ = [
@@ -93,7 +93,7 @@ def get_shared_memory_limit(device: Any = None) -> int:
         return int(override)
     device = resolve_device(device)
     chip = identify(str(device.device_kind))
-    known = chip.shared_memory_per_block if chip else _LIMIT_BY_CAPABILITY.get(_compute_capability(device))
+    known = chip.shared_memory_per_block if chip else _LIMIT_BY_CAPABILITY.get(compute_capability(device))
     return known or _DEFAULT_LIMIT
 
 
@@ -183,12 +183,6 @@ def select_block_sizes(
             f"shared memory. Use a smaller head_dim or dtype, or raise {_LIMIT_VARIABLE}."
         )
     return q_block, kv_block
-
-
-def _compute_capability(device: Any) -> int | None:
-    """90 for a device that says "9.0"."""
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return int(major) * 10 + int(minor or 0) if major.isdecimal() and (minor or "0").isdecimal() else None
 
 
 def _require_positive(name: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.callib.chips import CHIPS, Chip, identify
 from ejkernel.errors import InvalidInputError
 
-__all__ = ["DescribedDevice", "resolve_device"]
+__all__ = ["DescribedDevice", "compute_capability", "resolve_device"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,17 @@ def resolve_device(device: Any = None) -> Any:
         f"device is {device!r} ({type(device).__name__}); expected a jax.Device, a topology's device, or "
         f"one of these names: cpu, {', '.join(CHIPS)}."
     )
+
+
+def compute_capability(device: Any) -> int:
+    """90 for a device that says "9.0"; 0 where it says nothing.
+
+    Example:
+        >>> compute_capability(DescribedDevice("gpu", "nvidia-h200"))
+        0
+    """
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return int(major) * 10 + int(minor or 0) if major.isdecimal() and (minor or "0").isdecimal() else 0
 
 
 def _default_device() -> Any:

@@ -19,6 +19,7 @@ from ejkernel.ops.core.checks import Checker, concrete, is_array
 from ejkernel.ops.core.operation import Call, Cost, Operation
 from ejkernel.ops.core.support import Backend, Platform
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.utils import log_sum_exp
 from ejkernel.xla_utils import prepare_sequence_ids
 
 AnyArray = Array | np.ndarray
@@ -391,7 +392,7 @@ class FlashAttention(Operation):
                 a["cum_seqlens_q"].astype(jnp.int32), a["cum_seqlens_k"].astype(jnp.int32), query.shape[1], spec
             )
         if a["softmax_aux"] is not None:
-            sinks = _log_sum_exp(a["softmax_aux"].astype(_statistics_dtype(query)))
+            sinks = log_sum_exp(a["softmax_aux"].astype(_statistics_dtype(query)), axis=-1)
             arrays["softmax_aux"] = jnp.broadcast_to(sinks, (1, query.shape[2]))
         if spec.dropout_prob:
             arrays["dropout_key"] = dropout.batch_keys(a["dropout_seed"], query.shape[0])
@@ -464,14 +465,6 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
 def _power_of_two(size: int) -> int:
     """The power of two at or above."""
     return 1 << max(0, size - 1).bit_length()
-
-
-def _log_sum_exp(x: Array) -> Array:
-    """Over the last axis; −inf, with gradient 0, where all are −inf."""
-    top = jax.lax.stop_gradient(x.max(-1, keepdims=True))
-    some = jnp.isfinite(top)
-    total = jnp.exp(x - jnp.where(some, top, 0)).sum(-1)
-    return jnp.where(some[..., 0], jnp.log(jnp.where(some[..., 0], total, 1)) + top[..., 0], top[..., 0])
 
 
 def _packed_intervals(cum_q: Array, cum_k: Array, q_len: int, spec: FlashSpec) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejkernel.callib.chips import identify
-from ejkernel.callib.devices import resolve_device
+from ejkernel.callib.devices import compute_capability, resolve_device
 from ejkernel.ops.utils.fingerprint import device_fingerprint, get_device_platform
 
 
@@ -44,7 +44,7 @@ def _describe(device: Any) -> DeviceInfo:
         kind=kind,
         name=chip.slug if chip else _name(kind, device.device_kind),
         vendor=chip.vendor if chip else _vendor(kind, device),
-        capability=chip.capability if chip else _capability(device),
+        capability=chip.capability if chip else compute_capability(device),
         fingerprint=device_fingerprint(device),
         shared_by=client.device_count() if client is not None else 1,
     )
@@ -60,8 +60,3 @@ def _vendor(kind: str, device: Any) -> str:
     if kind == "gpu":
         return "amd" if "rocm" in version or "amd" in device.device_kind.lower() else "nvidia"
     return "google" if kind == "tpu" else ""
-
-
-def _capability(device: Any) -> int:
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return int(major) * 10 + int(minor or 0) if major.isdigit() and (not minor or minor.isdigit()) else 0

@@ -40,12 +40,8 @@ class Pins:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An implementation and how it will run."""
-
+class _OfImplementation:
     implementation: Implementation
-    params: FwdParams | BwdParams
-    source: str
 
     @property
     def platform(self) -> Platform:
@@ -59,22 +55,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Choice(_OfImplementation):
+    """An implementation and how it will run."""
+
+    params: FwdParams | BwdParams
+    source: str
+
+
+@dataclass(frozen=True)
+class Candidate(_OfImplementation):
     """One implementation, and what became of it: ``chosen``, ``slower`` or ``refused``."""
 
-    implementation: Implementation
     verdict: str
     reasons: tuple[str, ...]
-
-    @property
-    def platform(self) -> Platform:
-        """What the kernel is written in."""
-        return self.implementation.platform
-
-    @property
-    def backend(self) -> Backend:
-        """What the kernel runs on."""
-        return self.implementation.backend
 
 
 @dataclass(frozen=True)
