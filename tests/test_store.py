@@ -291,8 +291,26 @@ def test_shipped_tables_serve_the_nearest_length(tmp_path, monkeypatch):
     assert explain(FLASH, half, half, half, device="nvidia-h200").chosen.source == "heuristic"
 
 
+def test_shipped_tables_give_way_to_kernels_they_do_not_know():
+    q, kv = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    explanation = explain(FLASH, q, kv, kv, causal=True, device="nvidia-h200")
+    assert (explanation.chosen.platform, explanation.chosen.source) == (Platform.XLA, "shipped")
+
+    def mine(query, key, value, **options):
+        return query
+
+    for priority, platform in ((-1, Platform.XLA), (5, Platform.CUDA)):
+        kernel_registry.register(FLASH, Platform.CUDA, Backend.GPU, support=Support.everything(), priority=priority)(
+            mine
+        )
+        assert explain(FLASH, q, kv, kv, causal=True, device="nvidia-h200").chosen.platform is platform
+    kernel_registry.unregister(mine)
+
+
 def test_what_is_shipped_is_valid():
-    for path in entries(Path(chain.__file__).parents[2] / "tuned"):
+    shipped = entries(Path(chain.__file__).parents[2] / "tuned")
+    assert shipped
+    for path in shipped:
         for row in json.loads(path.read_text())["entries"]:
             assert row["seconds"] > 0
             store.params_class(row["direction"])(**row["params"])

@@ -489,7 +489,8 @@ class XlaFlashAttention:
         cls = FwdParams if direction == "forward" else BwdParams
         q_len, kv_len = shapes["query"].shape[1], shapes["key"].shape[1]
         heads = XlaFlashAttention.defaults(shapes, spec, device, direction).blocksize_heads
-        tried = [(_even(q, q_len), _even(kv, kv_len)) for q in (128, 256, 512) for kv in (256, 512, 1024)]
+        sizes = ((128, 256, 512), (256, 512, 1024)) if device.kind == "cpu" else ((512, 1024, 2048), (512, 1024, 2048))
+        tried = [(_even(q, q_len), _even(kv, kv_len)) for q in sizes[0] for kv in sizes[1]]
         return [cls(q_blocksize=q, kv_blocksize=kv, blocksize_heads=heads) for q, kv in tried]
 
 

@@ -138,27 +138,20 @@ def resolve(
 
 
 def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> Record | None:
-    """The entry measured for the nearest lengths, all else being equal."""
+    """The entry measured for the nearest sizes, all else being equal."""
     wanted = dict(call.bucket)
-    lengths = [name for name in wanted if name.endswith("_len")]
+    sizes = [name for name in wanted if name.endswith("_len") or name == "heads"]
     best = None
     for row in _table(device.name, call.operation):
         same = row["direction"] == direction and row["implementation"] == entry.name and row["version"] == entry.version
-        if not same or any(
-            row["call"].get(name) != _plain(value) for name, value in wanted.items() if name not in lengths
-        ):
+        if not same or any(row["call"].get(name) != value for name, value in wanted.items() if name not in sizes):
             continue
-        distance = sum(abs(math.log2(row["call"][name] / wanted[name])) for name in lengths)
+        distance = sum(abs(math.log2(row["call"][name] / wanted[name])) for name in sizes)
         if best is None or distance < best[0]:
             best = (distance, row)
     if best is None:
         return None
     return Record(params_class(direction)(**best[1]["params"]), best[1]["seconds"], "shipped")
-
-
-def _plain(value: Any) -> Any:
-    """A value as it comes back from JSON."""
-    return list(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 @functools.cache

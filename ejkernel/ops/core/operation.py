@@ -52,7 +52,8 @@ class Call:
         dtype: of the main arrays.
         head_dims: for the head dims that an implementation may refuse.
         features: the features in use, each with the words that name it in a reason.
-        bucket: what tells apart calls that deserve tuning apart.
+        bucket: what tells apart calls that deserve tuning apart: names with strings or ints. Shipped tables serve the
+            nearest sizes, which are ``heads`` and what ends in ``_len``; all else must be equal.
         shapes: the prepared arrays, abstract.
         fwd_params, bwd_params: what the call itself asked for.
     """
@@ -63,7 +64,7 @@ class Call:
     dtype: str = ""
     head_dims: tuple[int, ...] = ()
     features: dict[str, str] = field(default_factory=dict)
-    bucket: tuple[tuple[str, Any], ...] = ()
+    bucket: tuple[tuple[str, str | int], ...] = ()
     shapes: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None

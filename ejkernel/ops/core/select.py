@@ -141,8 +141,13 @@ def decide(
     admissible = [entry for entry in entries if entry not in refused]
     records = chain.records(call, device, admissible, direction)
 
+    # A shipped table knows the package's own kernels: it does not keep a kernel of higher priority from its turn.
+    unmeasured = max((entry.priority for entry in admissible if entry not in records), default=None)
+
     def rank(entry: Implementation) -> tuple:
         record = records.get(entry)
+        if record and record.source == "shipped" and unmeasured is not None and unmeasured > entry.priority:
+            record = None
         same = forward is not None and forward.implementation == entry
         return (record is None, record.seconds if record else 0.0, -entry.priority, not same)
 
