@@ -349,3 +349,37 @@ def test_bad_selections_are_named(monkeypatch):
 
 def test_public_names():
     assert all(hasattr(callib, name) for name in callib.__all__)
+
+
+# What a reader tried to break
+
+
+def test_narrow_numpy_integers_do_not_overflow():
+    bytes_ = estimate_shared_memory_bytes(np.int8(100), np.int8(100), np.int8(100))
+    assert bytes_ == estimate_shared_memory_bytes(100, 100, 100)
+    assert type(bytes_) is int
+    assert select_num_warps(np.int8(100), np.int8(100), np.int8(100)) == select_num_warps(100, 100, 100)
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce RTX 4080", "NVIDIA RTX 4000 Ada Generation", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+)
+def test_ada_is_told_by_its_name(name, monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.delenv("EJKERNEL_TRITON_SMEM_LIMIT", raising=False)
+    assert get_shared_memory_limit(SimpleNamespace(device_kind=name)) == 99 * 1024
+
+
+def test_pallas_is_what_its_device_is():
+    assert select_block_sizes(4096, 128, "pallas", device="tpu-v5e") == select_block_sizes(4096, 128, "tpu")
+    on_gpu = select_block_sizes(4096, 128, "gpu", device="nvidia-h200")
+    assert select_block_sizes(4096, 128, "pallas", device="nvidia-h200") == on_gpu
+
+
+def test_an_unknown_dtype_is_named():
+    from jaxtyping import TypeCheckError
+
+    for call in (lambda: estimate_shared_memory_bytes(16, 16, 16, "foo"), lambda: select_num_warps(16, 16, 16, "foo")):
+        with pytest.raises((InvalidInputError, TypeCheckError), match="dtype"):
+            call()

@@ -130,3 +130,11 @@ def test_a_bad_scale_is_refused(scale):
 def test_the_module_needs_no_jax():
     code = "import sys, ejkernel.ops.utils.datacarrier, ejkernel.callib.chips; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_scale_beyond_all_floats():
+    assert BwdParams.from_fwd_params(FwdParams(q_blocksize=64), 1e308).q_blocksize == 2**62
+
+
+def test_heads_are_left_to_the_library():
+    assert BwdParams.from_fwd_params(FwdParams(blocksize_heads=8, q_blocksize=64)).to_dict() == {"q_blocksize": 32}

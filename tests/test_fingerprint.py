@@ -513,3 +513,48 @@ def test_the_order_of_a_dict_does_not_count(value, random):
     items = list(value.items())
     random.shuffle(items)
     assert stable_json(dict(items)) == stable_json(value)
+
+
+# What a reader tried to break
+
+
+def test_devices_may_say_only_what_is_needed():
+    from types import SimpleNamespace
+
+    assert get_device_platform(SimpleNamespace(platform="gpu")) == "gpu"
+    assert get_device_platform(SimpleNamespace(device_kind="TPU v4")) == "tpu"
+    assert device_fingerprint(SimpleNamespace(platform="gpu")).startswith("gpu|")
+
+
+def test_named_functions_and_vmapped_ones():
+    import functools
+
+    def f(x):
+        return x
+
+    def g(x):
+        return x + 1
+
+    named = [np.sum, np.mean, np.dot, np.linalg.norm, functools.partial(np.sum, axis=0), np.exp, jnp.exp]
+    vmapped = [jax.vmap(f), jax.vmap(g), jax.jit(jax.vmap(f)), jax.vmap(f, axis_name="i")]
+    texts = [stable_json(value) for value in named + vmapped]
+    assert len(set(texts)) == len(texts)
+    assert stable_json(jax.vmap(f)) == stable_json(jax.vmap(f))
+    with pytest.raises(TypeError, match="builtins:object"):
+        stable_json(object())
+
+
+def test_values_that_once_collided():
+    import dataclasses
+    import enum
+
+    one, two = (enum.Enum("Colour", {"RED": value}).RED for value in (1, 2))
+    assert stable_json(one) != stable_json(two)
+    assert stable_json(enum.Enum("Thing", {"A": object()}).A)
+
+    @dataclasses.dataclass
+    class Items(dict):
+        size: int = 0
+
+    with pytest.raises(TypeError, match="Items"):
+        stable_json(Items())

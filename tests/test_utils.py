@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from ejkernel import utils
 from ejkernel.errors import InvalidInputError
@@ -388,3 +389,71 @@ def test_live_arrays_count_where_nothing_else_is_known(monkeypatch):
 
 def test_memory_of_a_described_device():
     assert get_memory_usage("nvidia-h200") == {"allocated": 0, "reserved": 0, "limit": 141 * 2**30}
+
+
+# What a reader tried to break
+
+
+@pytest.mark.parametrize(
+    ("numerator", "denominator", "bound", "expected"),
+    [
+        (np.float16(1), np.float16(0), 1e-10, 0.0),
+        (np.float16(0), np.float16(0), 1e-10, 0.0),
+        (np.float32(1), np.float32(0), 1e-30, 0.0),
+        (np.float32(1e30), np.float32(0), 1e-10, 0.0),
+        (np.float32(1), np.float32(1e-10), 1e-10, -1e20),
+        (np.float32(1), np.float32(2), 1e-10, -0.25),
+    ],
+)
+def test_safe_divide_has_a_gradient_everywhere(numerator, denominator, bound, expected):
+    grad = jax.grad(lambda d: safe_divide(numerator, d, bound))(jnp.asarray(denominator))
+    np.testing.assert_allclose(grad, expected, rtol=1e-3)
+
+
+def test_log_sum_exp_keeps_what_is_near_zero():
+    for x in ([0.0, -20.0], [0.0, -15.0, -16.0], [0.0, 0.0, -18.0], [-3.0, -3.0]):
+        expected = np.log1p(np.exp(np.array(x[1:], np.float64) - x[0]).sum()) + x[0]
+        np.testing.assert_allclose(log_sum_exp(jnp.array(x)), expected, rtol=1e-6)
+        weights = jax.grad(log_sum_exp)(jnp.array(x))
+        np.testing.assert_allclose(weights, jax.nn.softmax(jnp.array(x)), rtol=1e-5)
+    assert float(log_sum_exp(jnp.ones(2, jnp.float8_e4m3fn))) > 1
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: log_sum_exp(jnp.ones(3), axis=5), "axis"),
+        (lambda: log_sum_exp(jnp.ones((3, 3)), axis=(0, 0)), "axis"),
+        (lambda: log_sum_exp(jnp.ones(3), axis=1.5), "axis"),
+        (lambda: log_sum_exp("ab"), "x"),
+        (lambda: chunk_array(None, 2), "arr"),
+        (lambda: safe_divide(1.0, 0.0, "a"), "min_denominator"),
+        (lambda: safe_divide(jnp.ones(2), jnp.ones(3)), "denominator"),
+        (lambda: generate_attention_inputs(batch_size=-1), "batch_size"),
+        (lambda: generate_attention_inputs(num_heads=0), "num_heads"),
+        (lambda: generate_attention_inputs(seq_len=1.5), "seq_len"),
+        (lambda: generate_attention_inputs(dtype=jnp.int32), "dtype"),
+        (lambda: generate_attention_inputs(dtype="foo"), "dtype"),
+        (lambda: assert_allclose(None, None), "actual"),
+    ],
+)
+def test_wrong_arguments_are_named(call, name):
+    with pytest.raises((InvalidInputError, TypeCheckError), match=f"{name}"):
+        call()
+
+
+def test_assert_allclose_reports_whatever_the_tolerance():
+    with pytest.raises(AssertionError, match="1 of 2 elements differ"):
+        assert_allclose(np.array([1.0, 2.0]), np.array([1.0, 3.0]), rtol=np.float64(0.1))
+    with pytest.raises(AssertionError, match="Largest difference: inf"), np.errstate(all="raise"):
+        assert_allclose([1e308], [-1e308])
+
+
+def test_memory_of_a_device_that_only_counts():
+    class Counts:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"bytes_in_use": 5, "bytes_reserved": 7, "bytes_limit": 10}
+
+    assert get_memory_usage(Counts()) == {"allocated": 5, "reserved": 7, "limit": 10}

@@ -506,3 +506,31 @@ def test_identity_under_vmap_and_on_trees():
 def test_a_dtype_without_gradients_is_refused():
     with pytest.raises(InvalidInputError, match="int32"):
         identity_dtype_convert(jnp.int32)
+
+
+# What a reader tried to break
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: prepare_lens(None), "cu_seqlens"),
+        (lambda: prepare_lens("abc"), "cu_seqlens"),
+        (lambda: prepare_lens([[1], [2, 3]]), "cu_seqlens"),
+        (lambda: prepare_lens_from_mask(None), "mask"),
+        (lambda: mask_to_segment_ids(None), "mask"),
+        (lambda: prepare_cu_seqlens_from_mask(np.ones((2, 100), bool), jnp.int8), "lens"),
+        (lambda: prepare_cu_seqlens_from_mask(np.ones((2, 3), bool), jnp.float32), "out_dtype"),
+        (lambda: prepare_sequence_ids(np.array([0] * 200 + [3], np.int8)), "cu_seqlens"),
+        (lambda: segment_ids_to_mask(jnp.ones((1, 2), int), dtype="foo"), "dtype"),
+        (lambda: identity_dtype_convert("foo"), "dtype"),
+    ],
+)
+def test_wrong_arguments_are_named(call, name):
+    with pytest.raises((InvalidInputError, TypeCheckError), match=name):
+        call()
+
+
+def test_heads_are_compared_by_what_they_let_through():
+    q_ids, kv_ids = mask_to_segment_ids(jnp.array([[[[1, 0], [0, 1]], [[2, 0], [0, 3]]]]))
+    assert (q_ids.tolist(), kv_ids.tolist()) == ([[1, 2]], [[1, 2]])

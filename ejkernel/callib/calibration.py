@@ -5,6 +5,7 @@ that all of them do.
 """
 
 import os
+import re
 from numbers import Integral
 from typing import Any
 
@@ -23,6 +24,8 @@ __all__ = [
     "select_num_warps",
 ]
 
+Whole = int | np.integer
+
 _LIMIT_VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
 _DEFAULT_LIMIT = 48 * KIB  # what every CUDA device gives without opting in
 _ALIGNMENT = 128
@@ -32,6 +35,8 @@ _ACCUMULATORS_PER_WARP = 32 * 128  # 32 lanes with half of their registers for a
 _LIMIT_BY_CAPABILITY = {
     chip.capability: chip.shared_memory_per_block for chip in CHIPS.values() if chip.vendor == "nvidia"
 }
+# Ada's many names: enough to tell its shared memory, not which chip it is.
+_ADA = re.compile(r"\bada\b|\brtx 40\d0\b")
 # Largest (query, key) blocks that pay, by kind of device.
 _LARGEST_BLOCKS = {"gpu": (128, 128), "tpu": (256, 512), "cpu": (32, 64)}
 _KIND_OF_PLATFORM = {
@@ -42,13 +47,13 @@ _KIND_OF_PLATFORM = {
 
 
 def estimate_shared_memory_bytes(
-    q_block: int,
-    kv_block: int,
-    head_dim: int,
+    q_block: Whole,
+    kv_block: Whole,
+    head_dim: Whole,
     dtype: Any = np.float16,
     include_softmax: bool = True,
     *,
-    num_stages: int = 1,
+    num_stages: Whole = 1,
 ) -> int:
     """Shared memory of an attention tile: queries, `num_stages` blocks of keys and values, row statistics.
 
@@ -58,14 +63,9 @@ def estimate_shared_memory_bytes(
         >>> estimate_shared_memory_bytes(128, 256, 64, num_stages=3) - 82944  # two more keys and values
         131072
     """
-    for name, value in (
-        ("q_block", q_block),
-        ("kv_block", kv_block),
-        ("head_dim", head_dim),
-        ("num_stages", num_stages),
-    ):
-        _require_positive(name, value)
-    row = head_dim * np.dtype(dtype).itemsize
+    q_block, kv_block = _positive("q_block", q_block), _positive("kv_block", kv_block)
+    num_stages = _positive("num_stages", num_stages)
+    row = _positive("head_dim", head_dim) * _itemsize(dtype)
     statistics = 2 * 4 * q_block if include_softmax else 0  # a float32 maximum and sum a row
     total = q_block * row + 2 * kv_block * row * num_stages + statistics
     return -(-total // _ALIGNMENT) * _ALIGNMENT
@@ -92,27 +92,29 @@ def get_shared_memory_limit(device: Any = None) -> int:
             )
         return int(override)
     device = resolve_device(device)
-    chip = identify(str(device.device_kind))
+    model = str(getattr(device, "device_kind", ""))
+    chip = identify(model)
     known = chip.shared_memory_per_block if chip else _LIMIT_BY_CAPABILITY.get(compute_capability(device))
+    if not known and _ADA.search(model.lower()):
+        known = _LIMIT_BY_CAPABILITY[89]
     return known or _DEFAULT_LIMIT
 
 
-def select_num_warps(q_block: int, kv_block: int, head_dim: int, dtype: Any = np.float16) -> int:
+def select_num_warps(q_block: Whole, kv_block: Whole, head_dim: Whole, dtype: Any = np.float16) -> int:
     """The fewest warps, of 4, 8 or 16, whose registers hold the tile's scores and its output accumulator.
 
     Example:
         >>> select_num_warps(64, 64, 64), select_num_warps(128, 128, 128), select_num_warps(128, 64, 256)
         (4, 8, 16)
     """
-    for name, value in (("q_block", q_block), ("kv_block", kv_block), ("head_dim", head_dim)):
-        _require_positive(name, value)
-    registers = max(np.dtype(dtype).itemsize // 4, 1)  # an accumulator is float32, or float64 with float64 inputs
-    accumulators = q_block * (kv_block + head_dim) * registers
+    registers = max(_itemsize(dtype) // 4, 1)  # an accumulator is float32, or float64 with float64 inputs
+    columns = _positive("kv_block", kv_block) + _positive("head_dim", head_dim)
+    accumulators = _positive("q_block", q_block) * columns * registers
     fitting = (warps for warps in _WARP_CHOICES if accumulators <= warps * _ACCUMULATORS_PER_WARP)
     return next(fitting, _WARP_CHOICES[-1])
 
 
-def select_num_stages(smem_bytes: int, *, device: Any = None) -> int:
+def select_num_stages(smem_bytes: Whole, *, device: Any = None) -> int:
     """How many pipeline stages of `smem_bytes` each, 1 to 3, fit in the shared memory of one block.
 
     Raises:
@@ -122,7 +124,7 @@ def select_num_stages(smem_bytes: int, *, device: Any = None) -> int:
         >>> [select_num_stages(kib * 1024, device="nvidia-h200") for kib in (60, 100, 200)]
         [3, 2, 1]
     """
-    _require_positive("smem_bytes", smem_bytes)
+    smem_bytes = _positive("smem_bytes", smem_bytes)
     limit = get_shared_memory_limit(device)
     if smem_bytes > limit:
         raise InvalidInputError(
@@ -134,7 +136,7 @@ def select_num_stages(smem_bytes: int, *, device: Any = None) -> int:
 
 
 def select_block_sizes(
-    seq_len: int, head_dim: int, platform: Any, *, dtype: Any = np.float16, device: Any = None
+    seq_len: Whole, head_dim: Whole, platform: Any, *, dtype: Any = np.float16, device: Any = None
 ) -> tuple[int, int]:
     """Query and key block sizes for attention: powers of two, no longer than the sequence needs.
 
@@ -154,12 +156,14 @@ def select_block_sizes(
         >>> select_block_sizes(20, 128, "gpu", device="nvidia-h200")
         (32, 32)
     """
-    _require_positive("seq_len", seq_len)
-    _require_positive("head_dim", head_dim)
-    kind = _KIND_OF_PLATFORM.get(str(getattr(platform, "value", platform)).lower())
+    seq_len, head_dim = _positive("seq_len", seq_len), _positive("head_dim", head_dim)
+    name = str(getattr(platform, "value", platform)).lower()
+    if name == "pallas":  # for GPUs and TPUs alike: the device tells
+        name = str(getattr(resolve_device(device), "platform", ""))
+    kind = _KIND_OF_PLATFORM.get(name)
     if kind is None:
         raise InvalidInputError(f"platform is {platform!r}; expected one of {', '.join(_KIND_OF_PLATFORM)}.")
-    enough = max(_DOT_SIDE, 1 << (int(seq_len) - 1).bit_length())
+    enough = max(_DOT_SIDE, 1 << (seq_len - 1).bit_length())
     q_block, kv_block = (min(side, enough) for side in _LARGEST_BLOCKS[kind])
     if kind != "gpu":
         return q_block, kv_block
@@ -185,6 +189,14 @@ def select_block_sizes(
     return q_block, kv_block
 
 
-def _require_positive(name: str, value: Any) -> None:
+def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value <= 0:
         raise InvalidInputError(f"{name} is {value!r} ({type(value).__name__}); expected a positive int.")
+    return int(value)
+
+
+def _itemsize(dtype: Any) -> int:
+    try:
+        return np.dtype(dtype).itemsize
+    except TypeError:
+        raise InvalidInputError(f"dtype is {dtype!r}; expected a dtype, such as float16.") from None

@@ -40,7 +40,7 @@ def resolve_device(device: Any = None) -> Any:
             return DescribedDevice("cpu", "cpu")
         if (chip := identify(device)) is not None:
             return DescribedDevice(chip.kind, chip.slug)
-    elif hasattr(device, "platform") and hasattr(device, "device_kind"):
+    elif hasattr(device, "platform") or hasattr(device, "device_kind"):
         return device
     raise InvalidInputError(
         f"device is {device!r} ({type(device).__name__}); expected a jax.Device, a topology's device, or "

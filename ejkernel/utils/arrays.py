@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Shaped
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.arguments import as_array
 
 __all__ = ["chunk_array", "unchunk_array"]
 
@@ -23,7 +24,7 @@ def chunk_array(
                [4, 5, 6, 7],
                [8, 9, 0, 0]], dtype=int32)
     """
-    arr = jnp.asarray(arr)
+    arr = as_array(arr, "arr")
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer) or chunk_size <= 0:
         raise InvalidInputError(f"chunk_size is {chunk_size!r}; expected a positive int.")
     axis = _from_the_front(axis, arr.ndim)
@@ -44,7 +45,7 @@ def unchunk_array(arr: Shaped[Array | np.ndarray, "..."], original_length: int, 
         >>> unchunk_array(jnp.array([[0, 1, 2, 3], [4, 5, 0, 0]]), 6)
         Array([0, 1, 2, 3, 4, 5], dtype=int32)
     """
-    arr = jnp.asarray(arr)
+    arr = as_array(arr, "arr")
     if arr.ndim < 2:
         raise InvalidInputError(f"arr has shape {arr.shape}; expected at least the two axes that chunk_array makes.")
     # An axis counted from the end is one of the array before it was cut, which had one axis less.

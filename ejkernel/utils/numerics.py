@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Inexact, Num, Shaped
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.arguments import as_array
 
 __all__ = ["log_sum_exp", "safe_divide"]
 
@@ -30,22 +31,35 @@ def log_sum_exp(
         >>> log_sum_exp(jnp.full((2, 3), -jnp.inf), axis=1)
         Array([-inf, -inf], dtype=float32)
     """
-    x = jnp.asarray(x)
+    x = as_array(x, "x")
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
-    wide = x.astype(jnp.promote_types(dtype, jnp.float32))
-    axis = tuple(axis) if isinstance(axis, Sequence) else axis
+    wide = x.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
+    axis = _axes(axis, x.ndim)
     largest = jax.lax.stop_gradient(jnp.max(wide, axis=axis, keepdims=True, initial=-jnp.inf))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    total = jnp.sum(jnp.exp(wide - largest), axis=axis, keepdims=True)
-    # Two selections, since the gradient of log(0) would be NaN even where its value is not used.
-    empty = total == 0
-    result = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1, total)) + largest).astype(dtype)
+    finite = jnp.isfinite(largest)
+    shifted = wide - jnp.where(finite, largest, 0)
+    # The largest terms are counted and the rest added to them by log1p: near 0 a sum would round the rest away.
+    top = finite & (wide == largest)
+    count = jnp.maximum(jnp.sum(top, axis=axis, keepdims=True, dtype=wide.dtype), 1)
+    rest = jnp.sum(jnp.where(top, 0, jnp.exp(shifted)), axis=axis, keepdims=True)
+    # A top term is 1 whatever its value, but its gradient is not 0: it joins the sum as exp(0) - 1.
+    rest = rest + jnp.sum(jnp.where(top, jnp.expm1(shifted), 0), axis=axis, keepdims=True)
+    known = jnp.log1p(jnp.where(finite, rest, 0) / count) + jnp.log(count) + largest
+    result = jnp.where(finite, known, largest).astype(dtype)
     return result if keepdims else jnp.squeeze(result, axis=axis)
 
 
+def _axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    wanted = range(ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
+    whole = all(isinstance(a, int | np.integer) and not isinstance(a, bool) and -ndim <= a < ndim for a in wanted)
+    if not whole or len({a % ndim for a in wanted}) != len(wanted):
+        raise InvalidInputError(f"axis is {axis!r}; expected different axes of an array of {ndim}, or None for all.")
+    return tuple(int(a) % ndim for a in wanted)
+
+
 def safe_divide(
-    numerator: Shaped[AnyArray, "..."] | float | int,
-    denominator: Shaped[AnyArray, "..."] | float | int,
+    numerator: Shaped[AnyArray, "..."] | np.number | float | int,
+    denominator: Shaped[AnyArray, "..."] | np.number | float | int,
     min_denominator: float | int = 1e-10,
 ) -> Inexact[Array, "..."]:
     """`numerator / denominator`, with a denominator nearer to zero than `min_denominator` moved out to it.
@@ -58,13 +72,21 @@ def safe_divide(
         >>> bool(jnp.isfinite(safe_divide(jnp.float16(1), jnp.float16(0))))
         True
     """
-    if not 0 < min_denominator < math.inf:
-        raise InvalidInputError(f"min_denominator is {min_denominator!r}; expected a positive, finite number.")
-    numerator, denominator = jnp.asarray(numerator), jnp.asarray(denominator)
+    if not isinstance(min_denominator, float | int | np.number) or not 0 < min_denominator < math.inf:
+        raise InvalidInputError(f"min_denominator is {min_denominator!r}; expected a positive, finite Python number.")
+    numerator, denominator = as_array(numerator, "numerator"), as_array(denominator, "denominator")
+    try:
+        np.broadcast_shapes(numerator.shape, denominator.shape)
+    except ValueError:
+        raise InvalidInputError(
+            f"denominator has shape {denominator.shape}; expected one that broadcasts with numerator's {numerator.shape}."
+        ) from None
     dtype = jnp.result_type(numerator, denominator)
     dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise InvalidInputError(f"numerator and denominator are {dtype}; expected real numbers.")
     denominator = denominator.astype(dtype)
     bound = jnp.asarray(max(min_denominator, float(jnp.finfo(dtype).smallest_normal)), dtype)
-    return numerator.astype(dtype) / jnp.copysign(jnp.maximum(jnp.abs(denominator), bound), denominator)
+    # A constant where the bound holds: the gradient there is 0, where that of a maximum would be inf * 0.
+    moved = jax.lax.stop_gradient(jnp.copysign(bound, denominator))
+    return numerator.astype(dtype) / jnp.where(jnp.abs(denominator) < bound, moved, denominator)

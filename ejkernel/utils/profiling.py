@@ -82,10 +82,10 @@ def get_memory_usage(device: Any = None) -> dict[str, int]:
     """
     device = resolve_device(device)
     stats = _statistics(device)
-    if stats is None and device.platform == "cpu":
+    if stats is None and getattr(device, "platform", "") == "cpu":
         return {"allocated": _resident_bytes(), "reserved": 0, "limit": _machine_bytes()}
     stats = stats or {}
-    chip = identify(str(device.device_kind))
+    chip = identify(str(getattr(device, "device_kind", "")))
     allocated = stats.get("bytes_in_use")
     return {
         "allocated": int(_live_bytes(device) if allocated is None else allocated),

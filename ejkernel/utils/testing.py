@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import DTypeLike, Float, Key, UInt32
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.arguments import as_dtype
 
 __all__ = ["assert_allclose", "generate_attention_inputs"]
 
@@ -37,16 +38,20 @@ def assert_allclose(
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape:
         raise AssertionError(f"Shapes differ: actual {actual.shape}, expected {expected.shape}.")
+    for name, array in (("actual", actual), ("expected", expected)):
+        if array.dtype == object:
+            raise InvalidInputError(f"{name} holds objects, such as {array.ravel()[:1]}; expected numbers.")
     left, right = _widened(actual), _widened(expected)
-    differ = ~np.isclose(left, right, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    with np.errstate(invalid="ignore", over="ignore"):
+        differ = ~np.isclose(left, right, rtol=rtol, atol=atol, equal_nan=equal_nan)
     if not differ.any():
         return
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         distance = np.where(differ, np.abs(left - right), 0)
     distance = np.where(np.isnan(distance), np.inf, distance)  # a NaN on one side is as far off as can be
     worst = np.unravel_index(int(np.argmax(distance)), distance.shape)
     raise AssertionError(
-        f"{int(differ.sum())} of {differ.size} elements differ (rtol={rtol:g}, atol={atol:g}).\n"
+        f"{int(differ.sum())} of {differ.size} elements differ (rtol={rtol}, atol={atol}).\n"
         f"Largest difference: {distance[worst]} at {tuple(int(place) for place in worst)}\n"
         f"actual ({actual.dtype}): {actual[worst]}\n"
         f"expected ({expected.dtype}): {expected[worst]}"
@@ -85,7 +90,14 @@ def generate_attention_inputs(
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     kv_length = seq_len if kv_seq_len is None else kv_seq_len
-    if kv_heads <= 0 or num_heads % kv_heads:
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
+    for name, size in {**sizes, "num_kv_heads": kv_heads, "kv_seq_len": kv_length}.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < (name != "batch_size"):
+            raise InvalidInputError(f"{name} is {size!r}; expected a positive int.")
+    dtype = as_dtype(dtype, "dtype")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise InvalidInputError(f"dtype is {dtype}; expected a floating-point dtype.")
+    if num_heads % kv_heads:
         raise InvalidInputError(f"num_kv_heads is {kv_heads}; expected a divisor of num_heads, which is {num_heads}.")
     keys = jax.random.split(jax.random.PRNGKey(0) if key is None else key, 3)
     shapes = {

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike, PyTree
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.arguments import as_dtype
 
 __all__ = ["identity_dtype_convert"]
 
@@ -20,7 +21,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[PyTree], PyTree]:
         >>> float(jax.grad(lambda x: 1.001 * through_bf16(x))(1.0))
         1.0
     """
-    target = jnp.dtype(dtype)
+    target = as_dtype(dtype, "dtype")
     if not jnp.issubdtype(target, jnp.inexact):
         raise InvalidInputError(f"dtype is {target}; expected a floating-point dtype, since gradients are.")
     return _identity(target)

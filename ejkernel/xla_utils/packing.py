@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import DTypeLike, Int, Integer, Shaped
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.arguments import as_array, as_dtype
 
 __all__ = [
     "cdiv",
@@ -64,7 +65,7 @@ def prepare_lens_from_mask(mask: Shaped[AnyArray, "batch seq_len"]) -> Int[Array
         >>> prepare_lens_from_mask(jnp.array([[1, 1, 1, 0], [1, 1, 0, 0]]))
         Array([3, 2], dtype=int32)
     """
-    mask = jnp.asarray(mask)
+    mask = as_array(mask, "mask")
     if mask.ndim != 2:
         raise InvalidInputError(f"mask has shape {mask.shape}; expected [batch, seq_len].")
     return jnp.sum(mask != 0, axis=-1, dtype=jnp.int32)
@@ -89,8 +90,15 @@ def cu_seqlens_from_lens(lens: Int[AnyArray, " batch"], out_dtype: DTypeLike | N
         >>> cu_seqlens_from_lens(jnp.array([3, 0, 2]))
         Array([0, 3, 3, 5], dtype=int32)
     """
-    lens = _as_signed_vector(lens, "lens")
-    dtype = lens.dtype if out_dtype is None else out_dtype
+    vector = _as_signed_vector(lens, "lens")
+    host, lens = _on_host(lens), vector
+    dtype = lens.dtype if out_dtype is None else as_dtype(out_dtype, "out_dtype")
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise InvalidInputError(f"out_dtype is {dtype}; expected an integer dtype, since offsets are.")
+    if host is not None and int(np.sum(host, dtype=object)) > jnp.iinfo(dtype).max:
+        raise InvalidInputError(
+            f"lens add up to {np.sum(host, dtype=object)}; expected a sum that fits {dtype}: pass a wider out_dtype."
+        )
     return jnp.pad(jnp.cumsum(lens, dtype=dtype), (1, 0))
 
 
@@ -199,8 +207,8 @@ def pack(
         >>> pack(jnp.array([[1, 2, 0], [3, 0, 0]]), jnp.array([2, 1]))
         (Array([1, 2, 3], dtype=int32), Array([0, 2, 3], dtype=int32))
     """
-    host = _on_host(lens)
-    padded, lens = jnp.asarray(padded), _as_signed_vector(lens, "lens")
+    vector = _as_signed_vector(lens, "lens")
+    host, padded, lens = _on_host(lens), as_array(padded, "padded"), vector
     if padded.ndim < 2 or padded.shape[0] != lens.shape[0]:
         raise InvalidInputError(
             f"padded has shape {padded.shape} and lens {lens.shape}; expected [batch, seq_len, …], [batch]."
@@ -235,7 +243,7 @@ def unpack(
                [3, 0]], dtype=int32)
     """
     host = _offsets_on_host(cu_seqlens)
-    packed, offsets = jnp.asarray(packed), _as_offsets(cu_seqlens)
+    packed, offsets = as_array(packed, "packed"), _as_offsets(cu_seqlens)
     if packed.ndim == 0:
         raise InvalidInputError("packed is a scalar; expected [total_tokens, …].")
     if host is not None and host[-1] > packed.shape[0]:
@@ -276,7 +284,7 @@ def _token_indices(offsets: Array, total: int) -> Array:
 
 
 def _as_signed_vector(values: Any, name: str) -> Array:
-    values = jnp.asarray(values)
+    values = as_array(values, name)
     if values.ndim != 1 or not jnp.issubdtype(values.dtype, jnp.signedinteger):
         raise InvalidInputError(
             f"{name} has shape {values.shape} and dtype {values.dtype}; expected one axis of signed "
@@ -289,6 +297,10 @@ def _as_offsets(cu_seqlens: Any) -> Array:
     offsets = _as_signed_vector(cu_seqlens, "cu_seqlens")
     if offsets.shape[0] == 0:
         raise InvalidInputError("cu_seqlens is empty; expected [0, …], one more than there are sequences.")
+    if offsets.shape[0] - 2 > jnp.iinfo(offsets.dtype).max:
+        raise InvalidInputError(
+            f"cu_seqlens has {offsets.shape[0] - 1} sequences in {offsets.dtype}; expected a dtype that can number them."
+        )
     return offsets
 
 

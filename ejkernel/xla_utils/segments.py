@@ -7,6 +7,7 @@ from jax import Array
 from jaxtyping import DTypeLike, Int, Integer, Shaped
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.arguments import as_array, as_dtype
 from ejkernel.xla_utils.packing import AnyArray, prepare_sequence_ids
 
 __all__ = ["mask_to_segment_ids", "segment_ids_from_cu_seqlens", "segment_ids_to_mask"]
@@ -52,7 +53,8 @@ def segment_ids_to_mask(
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     if len(pair) != 2:
         raise InvalidInputError(f"segment_ids has {len(pair)} parts; expected one array or a pair (queries, keys).")
-    q_ids, kv_ids = (jnp.asarray(ids) for ids in pair)
+    q_ids, kv_ids = (as_array(ids, "segment_ids") for ids in pair)
+    dtype = as_dtype(dtype, "dtype")
     for name, ids in (("query", q_ids), ("key", kv_ids)):
         if ids.ndim == 0 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InvalidInputError(
@@ -96,7 +98,7 @@ def mask_to_segment_ids(
     if isinstance(mask, jax.core.Tracer):
         return _mask_to_ids(mask, per_head, check=False)
     with jax.ensure_compile_time_eval():  # a constant is checked inside jit too
-        return _mask_to_ids(jnp.asarray(mask), per_head, check)
+        return _mask_to_ids(as_array(mask, "mask"), per_head, check)
 
 
 def _mask_to_ids(mask: Array, per_head: bool, check: bool) -> tuple[Array, Array]:
@@ -105,7 +107,8 @@ def _mask_to_ids(mask: Array, per_head: bool, check: bool) -> tuple[Array, Array
     if mask.ndim == 4 and not per_head:
         if mask.shape[1] == 0:
             raise InvalidInputError(f"mask has shape {mask.shape}; expected at least one head.")
-        if check and not bool(jnp.all(mask == mask[:, :1])):
+        heads = mask if jnp.issubdtype(mask.dtype, jnp.floating) else mask != 0
+        if check and not bool(jnp.all(heads == heads[:, :1])):
             raise InvalidInputError("mask differs between heads; pass per_head=True to get ids for each head.")
         mask = mask[:, 0]
     q_ids, kv_ids = _link_ids(mask)

@@ -37,13 +37,14 @@ def describe(device: Any = None) -> DeviceInfo:
 
 @functools.lru_cache(maxsize=256)
 def _describe(device: Any) -> DeviceInfo:
-    chip = identify(device.device_kind)
+    model = str(getattr(device, "device_kind", ""))
+    chip = identify(model)
     kind = get_device_platform(device)
     client = getattr(device, "client", None)
     return DeviceInfo(
         kind=kind,
-        name=chip.slug if chip else _name(kind, device.device_kind),
-        vendor=chip.vendor if chip else _vendor(kind, device),
+        name=chip.slug if chip else _name(kind, model),
+        vendor=chip.vendor if chip else _vendor(kind, model, device),
         capability=chip.capability if chip else compute_capability(device),
         fingerprint=device_fingerprint(device),
         shared_by=client.device_count() if client is not None else 1,
@@ -55,8 +56,8 @@ def _name(kind: str, device_kind: str) -> str:
     return "-".join(dict.fromkeys([kind, *words]))
 
 
-def _vendor(kind: str, device: Any) -> str:
+def _vendor(kind: str, model: str, device: Any) -> str:
     version = str(getattr(getattr(device, "client", None), "platform_version", "")).lower()
     if kind == "gpu":
-        return "amd" if "rocm" in version or "amd" in device.device_kind.lower() else "nvidia"
+        return "amd" if "rocm" in version or "amd" in model.lower() else "nvidia"
     return "google" if kind == "tpu" else ""

@@ -213,9 +213,12 @@ _CONTAINERS: dict[type, Callable[[Any, tuple[int, ...]], Any]] = {
 
 
 def _encode_enum(value: enum.Enum, above: tuple[int, ...]) -> dict:
-    # An empty flag has a value but no name.
-    member = value.name if value.name is not None else _encode(value.value, above)
-    return {"$enum": [_class_name(type(value)), member]}
+    # The value too, where it can be told: an empty flag has no name, and a functional enum's class is only a name.
+    try:
+        content = [_encode(value.value, above)]
+    except TypeError:
+        content = []
+    return {"$enum": [_class_name(type(value)), value.name, *content]}
 
 
 def _encode_attributes(value: Any, names: Any, above: tuple[int, ...]) -> dict:
@@ -223,6 +226,8 @@ def _encode_attributes(value: Any, names: Any, above: tuple[int, ...]) -> dict:
 
 
 def _encode_dataclass(value: Any, above: tuple[int, ...]) -> dict:
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        raise _unknown(value)  # it holds more than its fields
     names = [field.name for field in dataclasses.fields(value) if field.compare]
     return {"$dataclass": [_class_name(type(value)), _encode_attributes(value, names, above)]}
 
@@ -232,8 +237,10 @@ def _encode_pydantic(value: Any, above: tuple[int, ...]) -> dict:
     # it was.
     names = getattr(type(value), "model_fields", None)
     data = value.model_dump() if names is None else {name: getattr(value, name) for name in names}
-    extra = getattr(value, "model_extra", None) or {}
-    return {"$pydantic": [_class_name(type(value)), _encode_dict(data, above), _encode_dict(extra, above)]}
+    hidden = [getattr(value, name, None) or {} for name in ("model_extra", "__pydantic_private__")]
+    return {
+        "$pydantic": [_class_name(type(value)), _encode_dict(data, above), *(_encode_dict(h, above) for h in hidden)]
+    }
 
 
 def _encode_partial(value: functools.partial, above: tuple[int, ...]) -> dict:
@@ -322,13 +329,30 @@ def _encode_wrapper(value: Any, above: tuple[int, ...]) -> dict:
     }
 
 
-def _is_named_ufunc(value: Any) -> bool:
-    return isinstance(value, np.ufunc | jax.numpy.ufunc) and _ufunc_home(value) is not None
+def _is_named_callable(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type) and _home(value) is not None
 
 
-def _ufunc_home(value: Any) -> str | None:
-    homes = ("jax.numpy", "numpy")
-    return next((home for home in homes if getattr(sys.modules[home], value.__name__, None) is value), None)
+def _home(value: Any) -> str | None:
+    """The module in which a callable is found under its own name: numpy's functions and ufuncs, scipy's, JAX's."""
+    name = getattr(value, "__name__", None)
+    if not isinstance(name, str):
+        return None
+    homes = ("jax.numpy", "numpy", getattr(value, "__module__", None), "scipy.special")
+    return next((home for home in homes if home and getattr(sys.modules.get(home), name, None) is value), None)
+
+
+@functools.cache
+def _no_axis_name() -> Any:
+    """The bare object by which `jax.vmap` says that no axis was named; every vmapped function's closure holds it."""
+    functions = [jax.vmap(lambda x: x)]
+    for function in functions:
+        for cell in function.__closure__ or ():
+            if type(cell.cell_contents) is object:
+                return cell.cell_contents
+            if isinstance(cell.cell_contents, types.FunctionType):
+                functions.append(cell.cell_contents)
+    return ...
 
 
 _FAMILIES: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]], Any]], ...] = (
@@ -351,5 +375,6 @@ _FAMILIES: tuple[tuple[Callable[[Any], bool], Callable[[Any, tuple[int, ...]], A
         lambda value, above: {"$namedtuple": [_class_name(type(value)), _encode_items(value, above)]},
     ),
     (_wraps_a_function, _encode_wrapper),
-    (_is_named_ufunc, lambda value, above: {"$ufunc": f"{_ufunc_home(value)}:{value.__name__}"}),
+    (_is_named_callable, lambda value, above: {"$named": f"{_home(value)}:{value.__name__}"}),
+    (lambda value: value is _no_axis_name(), lambda value, above: {"$no_axis_name": []}),
 )

@@ -117,7 +117,8 @@ class BwdParams(_Params):
             value = getattr(fwd, name)
             if value is None or "blocksize" not in name:
                 return value
-            scaled = max(int(value * scale), _SMALLEST_BLOCK)
+            # A product past the largest float is no block either; 2**62 stands for it.
+            scaled = max(int(min(value * scale, 2.0**62)), _SMALLEST_BLOCK)
             return 1 << (scaled.bit_length() - 1)
 
         return cls(**{f.name: carry(f.name) for f in fields(cls) if f.name != "blocksize_heads"})

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.callib.chips import identify
 from ejkernel.callib.devices import resolve_device
 from ejkernel.ops.utils.canonical import short_hash, stable_json
 
@@ -35,12 +36,12 @@ def device_fingerprint(dev: Any = None) -> str:
     device = resolve_device(dev)
     platform = get_device_platform(device)
     if platform == "cpu":
-        kind = _one_part(device.device_kind)
+        kind = _one_part(getattr(device, "device_kind", "cpu"))
         parts = ["cpu", host.machine(), _host_cpu(), *([] if kind.lower() == "cpu" else [kind])]
         return "|".join(parts)
     if platform == "unknown":
-        platform = str(device.platform).lower()
-    return f"{platform}|{_one_part(device.device_kind)}|{_runtime_version(device)}"
+        platform = str(getattr(device, "platform", "unknown")).lower()
+    return f"{platform}|{_one_part(getattr(device, 'device_kind', ''))}|{_runtime_version(device)}"
 
 
 def get_device_platform(dev: Any = None) -> str:
@@ -50,7 +51,9 @@ def get_device_platform(dev: Any = None) -> str:
         >>> get_device_platform("tpu-v5e"), get_device_platform("amd-mi300x"), get_device_platform()
         ('tpu', 'gpu', 'cpu')
     """
-    name = str(resolve_device(dev).platform).lower()
+    device = resolve_device(dev)
+    chip = identify(str(getattr(device, "device_kind", "")))
+    name = str(getattr(device, "platform", chip.kind if chip else "")).lower()
     for platform, words in (("gpu", ("gpu", "cuda", "rocm")), ("tpu", ("tpu",)), ("cpu", ("cpu",))):
         if any(word in name for word in words):
             return platform
