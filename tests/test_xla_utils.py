@@ -534,3 +534,9 @@ def test_wrong_arguments_are_named(call, name):
 def test_heads_are_compared_by_what_they_let_through():
     q_ids, kv_ids = mask_to_segment_ids(jnp.array([[[[1, 0], [0, 1]], [[2, 0], [0, 3]]]]))
     assert (q_ids.tolist(), kv_ids.tolist()) == ([[1, 2]], [[1, 2]])
+
+
+def test_ids_of_one_batch_entry_serve_all():
+    q_ids, kv_ids = jnp.array([[1, 2], [2, 2]]), jnp.array([[1, 2, 0]])
+    expected = [[[True, False, False], [False, True, False]], [[False, True, False], [False, True, False]]]
+    assert segment_ids_to_mask((q_ids, kv_ids)).tolist() == expected

@@ -61,8 +61,12 @@ def segment_ids_to_mask(
                 f"segment_ids of the {name} have shape {ids.shape} and dtype {ids.dtype}; expected integers "
                 "[batch, length]."
             )
-    if q_ids.shape[:-1] != kv_ids.shape[:-1]:
-        raise InvalidInputError(f"segment_ids have shapes {q_ids.shape} and {kv_ids.shape}; expected the same batch.")
+    try:
+        np.broadcast_shapes(q_ids.shape[:-1], kv_ids.shape[:-1])
+    except ValueError:
+        raise InvalidInputError(
+            f"segment_ids have shapes {q_ids.shape} and {kv_ids.shape}; expected the same batch, or 1."
+        ) from None
     attention = _same_segment(q_ids, kv_ids).astype(dtype)
     if return_separate_masks:
         return (q_ids > 0).astype(dtype), (kv_ids > 0).astype(dtype), attention
