@@ -347,7 +347,7 @@ def test_bad_segment_ids_are_refused():
     with pytest.raises(REFUSED, match="segment_ids"):
         segment_ids_to_mask(jnp.array([[1.0, 2.0]]))
     with pytest.raises(REFUSED, match="segment_ids"):
-        segment_ids_to_mask((jnp.ones((1, 2), int), jnp.ones((2, 2), int)))
+        segment_ids_to_mask((jnp.ones((3, 2), int), jnp.ones((2, 2), int)))
 
 
 def loop_ids(mask):

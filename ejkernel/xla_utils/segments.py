@@ -32,7 +32,7 @@ def segment_ids_from_cu_seqlens(
 
 def segment_ids_to_mask(
     segment_ids: Integer[AnyArray, "*batch seq_len"]
-    | tuple[Integer[AnyArray, "*batch q_len"], Integer[AnyArray, "*batch kv_len"]],
+    | tuple[Integer[AnyArray, "*q_batch q_len"], Integer[AnyArray, "*kv_batch kv_len"]],
     dtype: DTypeLike = jnp.bool_,
     return_separate_masks: bool = False,
 ) -> Shaped[Array, "..."] | tuple[Shaped[Array, "..."], Shaped[Array, "..."], Shaped[Array, "..."]]:
