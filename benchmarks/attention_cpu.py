@@ -25,12 +25,6 @@ from ejkernel import flash_attention
 HEADS, DIM = 8, 64
 # Between runs: torch's threads spin for a while after their work, and would slow whoever comes next.
 PAUSE = 0.3
-TARGETS = {
-    "2048 forward": {"torch": 1.5, "jax.nn": 5.0},
-    "4096 forward": {"torch": 1.5, "jax.nn": 5.0},
-    "2048 forward+backward": {"torch": 1.8, "jax.nn": 4.0},
-    "4096 forward+backward": {"torch": 1.8, "jax.nn": 4.0},
-}
 
 
 def best_of(runs, rounds):

@@ -555,3 +555,43 @@ def test_first_calls_from_several_threads():
 
     result = subprocess.run([sys.executable, "-c", _THREADS], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_kernel_runs_on_its_backend_alone(register):
+    """Whatever its support says of devices: a GPU's kernel is not asked on a CPU."""
+
+    def mine(query, key, value):
+        return query * 0
+
+    register(Platform.TRITON, Backend.GPU, mine, priority=99)
+    np.testing.assert_array_equal(flash_attention(X, X, X), X)
+    assert "triton  gpu  refused  needs a GPU, the device is a CPU" in str(explain(FLASH, X, X, X))
+    assert explain(FLASH, X, X, X, device="nvidia-h200").chosen.platform is Platform.TRITON
+    with pytest.raises(UnsupportedError, match="needs a GPU"):
+        flash_attention(X, X, X, platform="triton")
+    register(Platform.XLA, Backend.TPU, lambda x: x, algorithm="mine_alone")
+    with pytest.raises(UnsupportedError, match="needs a TPU"):
+        kernel_registry.get("mine_alone")(X)
+    with pytest.raises(InvalidInputError, match="no device is in both"):
+        kernel_registry.register(FLASH, "cuda", "gpu", support=Support.everything(devices=cpu()))(max)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"sliding_window": (3, 1)}, {"causal": True, "sliding_window": (2, None)}],
+    ids=str,
+)
+def test_cost_counts_what_is_visible(options):
+    """Operations and bytes, against a count of the oracle's mask."""
+    import oracle
+
+    q, k, v = abstract(2, 9, 6, 8), abstract(2, 13, 3, 8), abstract(2, 13, 3, 5)
+    operation = kernel_registry.operation(FLASH)
+    call, _ = bound(q, k, v, **options)
+    pairs = int(oracle.visible_pairs(2, 6, 9, 13, **options).sum())
+    cost = operation.cost(call)
+    assert cost.flops == 2 * pairs * (8 + 5)
+    assert cost.backward_flops == 2 * pairs * (3 * 8 + 2 * 5)
+    read = 2 * (2 * 9 * 6 * 8 + 2 * 13 * 3 * 8 + 2 * 13 * 3 * 5)
+    assert cost.bytes == read + 2 * (2 * 9 * 6 * 5)
+    assert cost.backward_bytes == 2 * cost.bytes

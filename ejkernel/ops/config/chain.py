@@ -42,8 +42,8 @@ def environment() -> tuple[str | None, str | None]:
 
 def tuning_asked() -> bool:
     """Whether calls are to be measured: in a block of ``autotune``, or by ``EJKERNEL_AUTOTUNE``."""
-    off = (None, "", "0", "false", "no", "off")
-    return surroundings().tuning or ((value := environment()[0]) is not None and value.lower() not in off)
+    asked = (environment()[0] or "").lower()
+    return surroundings().tuning or asked not in ("", "0", "false", "no", "off")
 
 
 def entry_key(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> dict[str, Any]:

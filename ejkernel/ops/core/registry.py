@@ -129,7 +129,7 @@ class KernelRegistry:
                 )
             if algorithm in BUILTIN:
                 self._load(algorithm)
-            stated = self._stated(algorithm, support)
+            stated = self._stated(algorithm, backend, support)
             entry = Implementation(algorithm, platform, backend, stated, priority, _instance(kernel))
             with self._lock:
                 kept = [e for e in self._entries.get(algorithm, []) if (e.name, str(e)) != (entry.name, str(entry))]
@@ -139,8 +139,15 @@ class KernelRegistry:
 
         return add
 
-    def _stated(self, algorithm: str, support: Support) -> Support:
-        """The support with "everything" spelled out, and its names checked against the operation's."""
+    def _stated(self, algorithm: str, backend: Backend, support: Support) -> Support:
+        """The support on its backend alone, "everything" spelled out, its names checked against the operation's."""
+        if backend is not Backend.ANY:
+            kinds = support.devices.kinds & {backend.value}
+            if not kinds:
+                raise InvalidInputError(
+                    f"backend is {backend.value!r}, but support.devices is {support.devices}: no device is in both."
+                )
+            support = dataclasses.replace(support, devices=dataclasses.replace(support.devices, kinds=kinds))
         operation = self.operation(algorithm)
         if operation is None:
             return support
