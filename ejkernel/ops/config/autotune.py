@@ -129,13 +129,13 @@ def _runner(
         run = jax.jit(lambda own: operation.run_plain(entry, {**call.arguments, **own}))
         return lambda: run(own)
     fwd_params = params if direction == "forward" else chain.heuristic(call, device, entry, "forward")
-    forward = jax.jit(lambda arrays: entry.kernel.forward(arrays, call.spec, fwd_params))
+    forward = jax.jit(lambda arrays: operation.run_forward(entry, arrays, call.spec, fwd_params))
     if direction == "forward":
         return lambda: forward(arrays)
     residuals = jax.eval_shape(forward, arrays)
     out, lse = (jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), r) for r in residuals)
     wanted = frozenset(name for name in operation.gradients if name in arrays)
-    backward = jax.jit(lambda arrays, *rest: entry.backward(wanted)(arrays, call.spec, params, *rest))
+    backward = jax.jit(lambda arrays, *rest: operation.run_backward(entry, wanted, arrays, call.spec, params, *rest))
     return lambda: backward(arrays, out, lse, out, lse)
 
 

@@ -76,6 +76,9 @@ class Call:
 def _words(name: str, value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{name} {array_words(value)}"
+    if isinstance(value, dict | tuple) and any(hasattr(x, "shape") for x in jax.tree.leaves(value)):
+        inner = value if isinstance(value, dict) else {str(i): x for i, x in enumerate(value)}
+        return f"{name} ({', '.join(_words(*item) for item in inner.items())})"
     return name if value is True else f"{name}={value!r}"
 
 
@@ -101,6 +104,8 @@ class Operation:
         features: every feature that an implementation may have, with a sentence for the docs.
         gradients: the arguments that can have gradients.
         shareable: the prepared arrays that may have a batch axis of size 1 beside a larger batch.
+
+    A prepared array may be a tree of arrays; its name then stands for all of them.
     """
 
     name: str
@@ -143,6 +148,26 @@ class Operation:
         """Partition specs of the result, for a first array partitioned by ``spec``; used on explicit meshes alone."""
         raise NotImplementedError
 
+    def run_forward(self, implementation: Implementation, arrays: dict[str, Any], spec: Any, params: Any) -> tuple:
+        """The kernel's pair: the output and what the backward needs beside it. Each is a tree of arrays with a batch axis."""
+        return implementation.kernel.forward(arrays, spec, params)
+
+    def run_backward(
+        self,
+        implementation: Implementation,
+        wanted: frozenset[str],
+        arrays: dict[str, Any],
+        spec: Any,
+        params: Any,
+        *rest: Any,
+    ) -> dict[str, Any]:
+        """The gradients by name, from the forward's pair and its cotangents."""
+        return implementation.backward(wanted)(arrays, spec, params, *rest)
+
+    def folds(self, names: frozenset[str]) -> bool:
+        """Whether a vmap folds into the batch axis when these arrays are vmapped, or have gradients; else it is a loop."""
+        return True
+
     def cost(self, call: Call) -> Cost:
         """Operations and bytes that the call needs at least."""
         raise NotImplementedError
@@ -184,7 +209,7 @@ class Operation:
 
     def _check_arrays(self, arrays: tuple) -> None:
         """Name the argument that JAX could not take."""
-        known = jax.Array | np.ndarray | np.generic | int | float | list | tuple | None
+        known = jax.Array | np.ndarray | np.generic | int | float | list | tuple | dict | None
         for name, value in zip(self.arrays, arrays, strict=True):
             if not isinstance(value, known):
                 raise InvalidInputError(

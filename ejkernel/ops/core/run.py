@@ -21,8 +21,6 @@ from ejkernel.ops.core.device import DeviceInfo
 if TYPE_CHECKING:
     from ejkernel.ops.core.operation import Call, Operation
 
-_REST = ("out", "lse", "dout", "dlse")
-
 
 @contextlib.contextmanager
 def usual_promotion() -> Iterator[None]:
@@ -60,8 +58,8 @@ def execute(decision: Decision, chosen: select.Choice, arguments: dict[str, Any]
 def _prepare(decision: Decision, arguments: dict[str, Any]) -> dict[str, Array]:
     """The kernels' arrays, all varying over the same axes of a mesh, as a custom gradient needs them."""
     prepared = decision.operation.prepare(arguments, decision.call.spec)
-    axes = varying_axes(*prepared.values())
-    return {name: vary_over(array, axes) for name, array in prepared.items()}
+    axes = varying_axes(*jax.tree.leaves(prepared))
+    return jax.tree.map(lambda array: vary_over(array, axes), prepared)
 
 
 def _run_whole(decision: Decision, chosen: select.Choice, arguments: dict[str, Any]) -> Any:
@@ -69,7 +67,7 @@ def _run_whole(decision: Decision, chosen: select.Choice, arguments: dict[str, A
     operation, implementation = decision.operation, chosen.implementation
     if implementation.plain:
         return operation.run_plain(implementation, operation.given(arguments))
-    result = implementation.kernel.forward(_prepare(decision, arguments), decision.call.spec, chosen.params)
+    result = operation.run_forward(implementation, _prepare(decision, arguments), decision.call.spec, chosen.params)
     return operation.finish(arguments, *result)
 
 
@@ -127,18 +125,18 @@ def _run(decision: Decision, arrays: dict[str, Array]) -> tuple:
         cotangents = jax.tree.map(_materialised, cotangents, result, is_leaf=_is_symbolic_zero)
         rest = (*result, *cotangents)
         grads = _once(decision, lambda arrays, rest: _backward(decision, back, arrays, rest))(arrays, rest)
-        return {name: grads[name] if name in back.wanted else None for name in differentiable}, None
+        return {name: grads.get(name) for name in differentiable}, None
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(differentiable, others)
 
 
 def _perturbed(primals: dict[str, Any]) -> frozenset[str]:
-    return frozenset(name for name, primal in primals.items() if primal is not None and primal.perturbed)
+    return frozenset(name for name, tree in primals.items() if any(leaf.perturbed for leaf in jax.tree.leaves(tree)))
 
 
 def _values(primals: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if primal is None else primal.value for name, primal in primals.items()}
+    return jax.tree.map(lambda primal: primal.value, primals)
 
 
 def _is_symbolic_zero(cotangent: Any) -> bool:
@@ -152,54 +150,81 @@ def _materialised(cotangent: Any, primal: Array | None = None) -> Array:
     return zeros if primal is None else vary_over(zeros, varying_axes(primal))
 
 
-def _forward(decision: Decision, chosen: select.Choice, arrays: dict[str, Array]) -> tuple:
+def _forward(decision: Decision, chosen: select.Choice, arrays: dict[str, Any]) -> tuple:
+    operation = decision.operation
+
     @custom_vmap
     def forward(arrays):
         with usual_promotion():
-            return chosen.implementation.kernel.forward(arrays, decision.call.spec, chosen.params)
+            return operation.run_forward(chosen.implementation, arrays, decision.call.spec, chosen.params)
 
     @forward.def_vmap
-    def folded(axis_size, batched, arrays):
+    def vmapped(axis_size, batched, arrays):
         (batched,) = batched
         if axis_size == 0:
             result = _empty(forward, batched, arrays)
-        else:
-            result = forward(fold(axis_size, batched, arrays, decision.operation.shareable))
+        elif operation.folds(frozenset(name for name in arrays if any(jax.tree.leaves(batched[name])))):
+            result = forward(fold(axis_size, batched, arrays, operation.shareable))
             result = jax.tree.map(lambda x: unfold(axis_size, x), result)
+        else:
+            result = _loop(forward, batched, arrays)
         return result, jax.tree.map(lambda _: True, result)
 
     return forward(arrays)
 
 
-def _backward(decision: Decision, back: _Backward, arrays: dict[str, Array], rest: tuple) -> dict[str, Array]:
-    kernel_backward = back.chosen.implementation.backward(back.wanted)
+def _backward(decision: Decision, back: _Backward, arrays: dict[str, Any], rest: tuple) -> dict[str, Any]:
+    """The wanted gradients, from the arrays and ``rest``: the forward's pair and its cotangents."""
+    operation, implementation = decision.operation, back.chosen.implementation
 
     @custom_vmap
-    def backward(arrays, rest):
+    def backward(everything):
+        arrays, rest = everything["arrays"], everything["rest"]
         with usual_promotion():
-            grads = kernel_backward(arrays, decision.call.spec, back.chosen.params, *rest)
+            grads = operation.run_backward(
+                implementation, back.wanted, arrays, decision.call.spec, back.chosen.params, *rest
+            )
         missing = back.wanted - grads.keys()
         if missing:
             raise UnsupportedError(
-                f"{decision.call.operation}: {back.chosen.implementation} declares gradients for "
+                f"{decision.call.operation}: {implementation} declares gradients for "
                 f"{', '.join(sorted(missing))} in its Support, but its backward returned none."
             )
-        return grads
+        return {name: grads[name] for name in back.wanted}
 
     @backward.def_vmap
-    def folded(axis_size, batched, arrays, rest):
-        names, flags = dict(zip(_REST, rest, strict=True)), dict(zip(_REST, batched[1], strict=True))
+    def vmapped(axis_size, batched, everything):
+        (batched,) = batched
+        arrays, rest = everything["arrays"], everything["rest"]
+        involved = {name for name in arrays if any(jax.tree.leaves(batched["arrays"][name]))} | back.wanted
         if axis_size == 0:
-            grads = _empty(lambda a: backward(*_split(a, arrays)), {**batched[0], **flags}, {**arrays, **names})
-            return grads, jax.tree.map(lambda _: True, grads)
-        # Every array becomes one an example, so that each example's gradients come back apart.
-        shared = {name for name, array in arrays.items() if array.shape[int(batched[0][name])] == 1}
-        merged = fold(axis_size, {**batched[0], **flags}, {**arrays, **names})
-        grads = {name: unfold(axis_size, grad) for name, grad in backward(*_split(merged, arrays)).items()}
-        grads = {name: g.sum(1, keepdims=True) if name in shared else g for name, g in grads.items()}
+            grads = _empty(backward, batched, everything)
+        elif not operation.folds(frozenset(involved)):
+            grads = _loop(backward, batched, everything)
+        else:
+            # What has a gradient becomes one an example, so that each example's gradients come back apart.
+            flags = {**batched["arrays"], "": batched["rest"]}
+            merged = fold(axis_size, flags, {**arrays, "": rest}, operation.shareable - back.wanted)
+            merged_rest = merged.pop("")
+            grads = backward({"arrays": merged, "rest": merged_rest})
+            grads = {
+                name: jax.tree.map(
+                    lambda grad, array, flag: _per_example(axis_size, grad, array.shape[int(flag)]),
+                    grad,
+                    arrays[name],
+                    batched["arrays"][name],
+                )
+                for name, grad in grads.items()
+            }
         return grads, jax.tree.map(lambda _: True, grads)
 
-    return backward(arrays, rest)
+    return backward({"arrays": arrays, "rest": rest})
+
+
+def _per_example(axis_size: int, grad: Array, batch: int) -> Array:
+    """A gradient with the vmapped axis in front, summed over the batch entries that shared the array."""
+    grad = unfold(axis_size, grad)
+    return grad.sum(1, keepdims=True) if batch == 1 else grad
 
 
 def _once(decision: Decision, run: Callable) -> Callable:
@@ -215,27 +240,35 @@ def _once(decision: Decision, run: Callable) -> Callable:
     return once
 
 
-def _split(merged: dict[str, Array], arrays: dict[str, Array]) -> tuple[dict[str, Array], tuple]:
-    return {name: merged[name] for name in arrays}, tuple(merged[name] for name in _REST)
-
-
-def _empty(run: Callable, batched: dict[str, bool], arrays: dict[str, Array]) -> Any:
+def _empty(run: Callable, batched: Any, arrays: Any) -> Any:
     """The result of vmapping over nothing."""
-    one = {n: jax.ShapeDtypeStruct(x.shape[int(batched[n]) :], x.dtype) for n, x in arrays.items()}
+    one = jax.tree.map(lambda x, flag: jax.ShapeDtypeStruct(x.shape[int(flag) :], x.dtype), arrays, batched)
     return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), jax.eval_shape(run, one))
 
 
+def _loop(run: Callable, batched: Any, arrays: Any) -> Any:
+    """Vmapping as a loop, for what does not fold into a batch."""
+    leaves, tree = jax.tree.flatten(arrays)
+    flags = jax.tree.leaves(batched)
+
+    def one(mapped):
+        mapped = iter(mapped)
+        return run(jax.tree.unflatten(tree, [next(mapped) if flag else x for x, flag in zip(leaves, flags, strict=True)]))
+
+    return jax.lax.map(one, [x for x, flag in zip(leaves, flags, strict=True) if flag])
+
+
 def fold(
-    axis_size: int, batched: dict[str, bool], arrays: dict[str, Array], shareable: frozenset[str] = frozenset()
-) -> dict[str, Array]:
+    axis_size: int, batched: dict[str, Any], arrays: dict[str, Any], shareable: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Merge a vmapped axis into the batch axis of every array.
 
     A shareable array that is neither vmapped nor different from one batch entry to the next stays as it is.
     """
-    batch = max(array.shape[int(batched[name])] for name, array in arrays.items())
+    batch = max(jax.tree.leaves(jax.tree.map(lambda x, flag: x.shape[int(flag)], arrays, batched)))
 
-    def merge(name: str, array: Array) -> Array:
-        if not batched[name]:
+    def merge(name: str, array: Array, flag: bool) -> Array:
+        if not flag:
             if name in shareable and array.shape[0] == 1:
                 return array
             array = jnp.broadcast_to(array[None], (axis_size, *array.shape))
@@ -243,7 +276,10 @@ def fold(
             array = jnp.broadcast_to(array, (axis_size, batch, *array.shape[2:]))
         return array.reshape(axis_size * batch, *array.shape[2:])
 
-    return {name: merge(name, array) for name, array in arrays.items()}
+    return {
+        name: jax.tree.map(lambda array, flag, name=name: merge(name, array, flag), tree, batched[name])
+        for name, tree in arrays.items()
+    }
 
 
 def unfold(axis_size: int, array: Array) -> Array:

@@ -1,0 +1,108 @@
+"""Calls of every operation but flash_attention (which has `cases.py`), each with a reference in float64.
+
+A module ``examples_<operation>.py`` holds a list ``EXAMPLES``; the files that are one a property run over all of them.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import runnable
+
+import ejkernel
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call.
+
+    Attributes:
+        operation: its name.
+        name: of the example.
+        make: from a numpy generator, the arguments that are arrays (or trees of them), by name; floats as float64.
+        reference: the same call in plain jnp, written the obvious way, without a batch of tricks: it is run and
+            differentiated by JAX in float64. Takes the arrays and the statics by name.
+        statics: the other arguments.
+        differentiable: the arguments whose gradients are checked.
+        features: what an implementation must support.
+        batch: for each argument that has one, its batch axis: to shard over.
+        keep: arguments whose dtype never changes with the call's, such as sinks and scales in float32.
+    """
+
+    operation: str
+    name: str
+    make: Callable[[np.random.Generator], dict[str, Any]]
+    reference: Callable[..., Any]
+    statics: dict[str, Any] = field(default_factory=dict)
+    differentiable: tuple[str, ...] = ()
+    features: frozenset[str] = frozenset()
+    batch: dict[str, int] = field(default_factory=dict)
+    keep: frozenset[str] = frozenset()
+
+    def __str__(self):
+        return f"{self.operation}-{self.name}"
+
+    def arrays(self, dtype="float32", seed=0):
+        """The arguments in a dtype."""
+
+        def cast(name):
+            def one(x):
+                floating = np.issubdtype(np.asarray(x).dtype, np.floating) and name not in self.keep
+                if np.asarray(x).dtype == np.float64:
+                    return jnp.asarray(x, dtype if floating else ("float64" if dtype == "float64" else "float32"))
+                return jnp.asarray(x)
+
+            return one
+
+        made = self.make(np.random.default_rng(seed))
+        return {name: jax.tree.map(cast(name), tree) for name, tree in made.items()}
+
+    def run(self, arrays, **more):
+        """The operation's result."""
+        return getattr(ejkernel, self.operation)(**arrays, **self.statics, **more)
+
+    def expected(self, arrays, cotangents=None):
+        """The reference's result in float64 and, given cotangents of it, the gradients by name."""
+        with jax.enable_x64(True):
+            wide = jax.tree.map(_wide, jax.tree.map(np.asarray, arrays))
+            floats = {name: wide[name] for name in self.differentiable if name in wide}
+
+            def run(floats):
+                return self.reference(**{**wide, **floats}, **self.statics)
+
+            if cotangents is None:
+                return jax.tree.map(np.asarray, run(floats))
+            out, pull = jax.vjp(run, floats)
+            given = jax.tree.map(lambda c, o: jnp.asarray(np.asarray(c), o.dtype), cotangents, out)
+            return jax.tree.map(np.asarray, (out, pull(given)[0]))
+
+    def floats(self, arrays):
+        return {name: arrays[name] for name in self.differentiable if name in arrays}
+
+
+def _wide(x):
+    return jnp.asarray(x, "float64") if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(x)
+
+
+MODULES = [importlib.import_module(path.stem) for path in sorted(Path(__file__).parent.glob("examples_*.py"))]
+EXAMPLES = [example for module in MODULES for example in module.EXAMPLES]
+
+
+def every_example(where=lambda example: True):
+    """Parameters ``entry, example`` of a test: each example on each implementation that this machine can run."""
+    return pytest.mark.parametrize(
+        ("entry", "example"),
+        [
+            pytest.param(entry.values[0], example, id=f"{example}-{entry.id}")
+            for example in EXAMPLES
+            if where(example)
+            for entry in runnable(example.operation)
+            if example.features <= entry.values[0].support.features
+        ],
+    )
