@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,16 +14,26 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Integer
 
 from ejkernel.kernels import dropout
-from ejkernel.ops.core.checks import Checker, concrete, is_array
+from ejkernel.ops.attention import (
+    AttentionChecker,
+    effective_window,
+    joined_sinks,
+    nbytes,
+    power_of_two,
+    segment_pair,
+    statistics_dtype,
+    visible_pairs,
+    window_words,
+)
+from ejkernel.ops.core.checks import concrete, is_array
 from ejkernel.ops.core.operation import Call, Cost, Operation
 from ejkernel.ops.core.support import Backend, Platform
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-from ejkernel.utils import log_sum_exp
 from ejkernel.xla_utils import prepare_sequence_ids
 
 AnyArray = Array | np.ndarray
 
-_check = Checker("flash_attention")
+_check = AttentionChecker("flash_attention")
 
 
 def flash_attention(
@@ -201,15 +210,15 @@ class FlashAttention(Operation):
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
         a = arguments
-        self._check_main_arrays(a["query"], a["key"], a["value"])
+        _check.main_arrays(a["query"], a["key"], a["value"])
         batch, q_len, heads, head_dim = a["query"].shape
         kv_len, kv_heads, value_dim = a["value"].shape[1:]
         full = (batch, heads, q_len, kv_len)
         self._check_mask(a["attention_mask"], full)
         self._check_bias(a["bias"], full)
         self._check_packing(a["cum_seqlens_q"], a["cum_seqlens_k"], batch)
-        self._check_segments(a["q_segment_ids"], a["kv_segment_ids"], full)
-        self._check_sinks(a["softmax_aux"], heads)
+        _check.segments(a["q_segment_ids"], a["kv_segment_ids"], batch, q_len, kv_len)
+        _check.sinks(a["softmax_aux"], heads)
         window = _check.window("sliding_window", a["sliding_window"])
         spec = self._spec(a, head_dim, window, max(q_len, kv_len))
         _check.flag("return_lse", a["return_lse"])
@@ -242,38 +251,16 @@ class FlashAttention(Operation):
                 ("head_dim", head_dim),
                 ("value_dim", value_dim),
                 ("group", heads // kv_heads),
-                ("heads", _power_of_two(batch * kv_heads)),
-                ("q_len", _power_of_two(q_len)),
-                ("kv_len", _power_of_two(kv_len)),
-                ("window", ":".join("" if side is None else str(_power_of_two(side + 1)) for side in spec.window)),
+                ("heads", power_of_two(batch * kv_heads)),
+                ("q_len", power_of_two(q_len)),
+                ("kv_len", power_of_two(kv_len)),
+                ("window", window_words(spec.window)),
                 ("features", " ".join(sorted(features.keys() - {"lse"}))),
             ),
             shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), main) if batch else {},
             fwd_params=a["fwd_params"],
             bwd_params=a["bwd_params"],
         )
-
-    def _check_main_arrays(self, query: Any, key: Any, value: Any) -> None:
-        names = {
-            "query": "[batch, q_len, heads, head_dim]",
-            "key": "[batch, kv_len, kv_heads, head_dim]",
-            "value": "[batch, kv_len, kv_heads, value_dim]",
-        }
-        for (name, layout), array in zip(names.items(), (query, key, value), strict=True):
-            _check.array(name, array, layout, ranks=(4,), kinds=(jnp.floating,))
-            if 0 in array.shape[1:]:
-                _check.fail(name, array, f"{layout} with every size but the batch at least 1")
-        for name, array in (("key", key), ("value", value)):
-            if array.dtype != query.dtype:
-                _check.fail(name, array, f"the query's dtype, {query.dtype}: cast one of them")
-            if array.shape[0] != query.shape[0]:
-                _check.fail(name, array, f"the query's batch, {query.shape[0]}")
-        if key.shape[3] != query.shape[3]:
-            _check.fail("key", key, f"the query's head dim, {query.shape[3]}")
-        if value.shape[1:3] != key.shape[1:3]:
-            _check.fail("value", value, f"the key's length and heads, {list(key.shape[1:3])}")
-        if query.shape[2] % key.shape[2]:
-            _check.fail("query", query, f"a number of heads that is a multiple of the key's {key.shape[2]}")
 
     def _check_mask(self, mask: Any, full: tuple[int, ...]) -> None:
         if mask is None:
@@ -309,26 +296,8 @@ class FlashAttention(Operation):
         if batch > 1:
             _check.fail("cum_seqlens_q", cum_q, f"a batch of 1 with packed sequences; the batch is {batch}")
 
-    def _check_segments(self, q_ids: Any, kv_ids: Any, full: tuple[int, ...]) -> None:
-        if q_ids is None and kv_ids is None:
-            return
-        batch, _, q_len, kv_len = full
-        for name, ids, length in (("q_segment_ids", q_ids, q_len), ("kv_segment_ids", kv_ids, kv_len)):
-            layout = f"[{batch}, {length}] integers, beside its pair"
-            _check.array(name, ids, layout, ranks=(2,), kinds=(jnp.integer,))
-            if ids.shape != (batch, length):
-                _check.fail(name, ids, layout)
-
-    def _check_sinks(self, sinks: Any, heads: int) -> None:
-        if sinks is None:
-            return
-        layout = f"[num_sinks] or [{heads}, num_sinks]"
-        _check.array("softmax_aux", sinks, layout, ranks=(1, 2), kinds=(jnp.floating,))
-        if sinks.shape[-1] == 0 or (sinks.ndim == 2 and sinks.shape[0] != heads):
-            _check.fail("softmax_aux", sinks, f"{layout} with at least one sink")
-
     def _spec(self, a: dict[str, Any], head_dim: int, window: tuple[int | None, int | None], longest: int) -> FlashSpec:
-        scale, cap, seed = a["softmax_scale"], a["logits_soft_cap"], a["dropout_seed"]
+        seed = a["dropout_seed"]
         probability = _check.number("dropout_prob", a["dropout_prob"], "a probability in [0, 1)")
         if not 0 <= probability < 1:
             _check.fail("dropout_prob", a["dropout_prob"], "a probability in [0, 1)")
@@ -342,16 +311,12 @@ class FlashAttention(Operation):
                 ranks=(0,),
                 kinds=(jnp.integer,),
             )
-        if cap is not None and _check.number("logits_soft_cap", cap, "a number above 0") <= 0:
-            _check.fail("logits_soft_cap", cap, "a number above 0, or None")
         causal = _check.flag("causal", a["causal"])
-        # A side as long as the arrays hides nothing, and longer ones need not fit the kernels' integers.
-        left, right = (None if side is not None and side >= longest else side for side in window)
         return FlashSpec(
             causal=causal,
-            window=(left, 0 if causal else right),
-            softmax_scale=head_dim**-0.5 if scale is None else _check.number("softmax_scale", scale, "a number"),
-            logits_soft_cap=None if cap is None else float(cap),
+            window=effective_window(window, causal, longest),
+            softmax_scale=_check.scale(a["softmax_scale"], head_dim),
+            logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
             dropout_prob=probability,
         )
 
@@ -382,18 +347,13 @@ class FlashAttention(Operation):
         if bias is not None:
             arrays["bias"] = jnp.reshape(bias, _four(bias.shape))
         if a["q_segment_ids"] is not None:
-            ids = a["q_segment_ids"], a["kv_segment_ids"]
-            # Never narrower than they came: two ids must not become one.
-            wide = np.promote_types(*(x.dtype for x in ids))
-            wide = jnp.int32 if wide.itemsize < 4 else wide
-            arrays["q_segment_ids"], arrays["kv_segment_ids"] = (x.astype(wide) for x in ids)
+            arrays["q_segment_ids"], arrays["kv_segment_ids"] = segment_pair(a["q_segment_ids"], a["kv_segment_ids"])
         if a["cum_seqlens_q"] is not None:
             arrays["kv_start"], arrays["kv_stop"] = _packed_intervals(
                 a["cum_seqlens_q"].astype(jnp.int32), a["cum_seqlens_k"].astype(jnp.int32), query.shape[1], spec
             )
         if a["softmax_aux"] is not None:
-            sinks = log_sum_exp(a["softmax_aux"].astype(_statistics_dtype(query)), axis=-1)
-            arrays["softmax_aux"] = jnp.broadcast_to(sinks, (1, query.shape[2]))
+            arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
         if spec.dropout_prob:
             arrays["dropout_key"] = dropout.batch_keys(a["dropout_seed"], query.shape[0])
         return arrays
@@ -405,7 +365,7 @@ class FlashAttention(Operation):
             return None
         _, q_len, heads, _ = query.shape
         out = jnp.zeros((0, q_len, heads, value.shape[3]), query.dtype)
-        lse = jnp.zeros((0, heads, q_len), _statistics_dtype(query))
+        lse = jnp.zeros((0, heads, q_len), statistics_dtype(query))
         return self.finish(arguments, out, lse)
 
     def finish(self, arguments: dict[str, Any], out: Any, lse: Any) -> Any:
@@ -422,9 +382,9 @@ class FlashAttention(Operation):
         query, value = call.shapes["query"], call.shapes["value"]
         batch, q_len, heads, head_dim = query.shape
         kv_len, _, value_dim = value.shape[1:]
-        pairs = batch * heads * _visible_pairs(call.spec, q_len, kv_len)
+        pairs = batch * heads * visible_pairs(call.spec.window, q_len, kv_len)
         out_bytes = batch * q_len * heads * value_dim * query.dtype.itemsize
-        read = sum(math.prod(array.shape) * array.dtype.itemsize for array in call.shapes.values())
+        read = sum(map(nbytes, call.shapes.values()))
         return Cost(
             flops=2 * pairs * (head_dim + value_dim),
             bytes=read + out_bytes,
@@ -449,22 +409,12 @@ class FlashAttention(Operation):
         return {name: make(name, like) for name, like in shapes.items()}
 
 
-def _statistics_dtype(query: Any) -> Any:
-    """Of the lse and the sinks."""
-    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-
-
 def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (4 - len(shape)) + tuple(shape)
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
-
-
-def _power_of_two(size: int) -> int:
-    """The power of two at or above."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _packed_intervals(cum_q: Array, cum_k: Array, q_len: int, spec: FlashSpec) -> tuple[Array, Array]:
@@ -477,15 +427,6 @@ def _packed_intervals(cum_q: Array, cum_k: Array, q_len: int, spec: FlashSpec) -
     start = k_first if left is None else jnp.clip(position - left, k_first, k_end)
     stop = k_end if right is None else jnp.clip(position + right + 1, start, k_end)
     return jnp.where(padding, cum_k[-1], start)[None], jnp.where(padding, cum_k[-1], stop)[None]
-
-
-def _visible_pairs(spec: FlashSpec, q_len: int, kv_len: int) -> int:
-    """How many (query, key) pairs causality and the window leave in one head."""
-    position = np.arange(q_len) + kv_len - q_len
-    left, right = spec.window
-    start = np.zeros_like(position) if left is None else np.clip(position - left, 0, kv_len)
-    stop = np.full_like(position, kv_len) if right is None else np.clip(position + right + 1, 0, kv_len)
-    return int(np.maximum(stop - start, 0).sum())
 
 
 OPERATION = FlashAttention(flash_attention)

@@ -1,0 +1,122 @@
+"""What the attention operations share: checks of their arguments, and the forms in which kernels get them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ejkernel.ops.core.checks import Checker
+from ejkernel.utils import log_sum_exp
+
+Window = tuple[int | None, int | None]
+
+
+class AttentionChecker(Checker):
+    """The checks of arguments that several attention operations take."""
+
+    def main_arrays(self, query: Any, key: Any, value: Any) -> None:
+        """``[B, Sq, H, D]``, ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]`` of one dtype."""
+        names = {
+            "query": "[batch, q_len, heads, head_dim]",
+            "key": "[batch, kv_len, kv_heads, head_dim]",
+            "value": "[batch, kv_len, kv_heads, value_dim]",
+        }
+        for (name, layout), array in zip(names.items(), (query, key, value), strict=True):
+            self.array(name, array, layout, ranks=(4,), kinds=(jnp.floating,))
+            if 0 in array.shape[1:]:
+                self.fail(name, array, f"{layout} with every size but the batch at least 1")
+        for name, array in (("key", key), ("value", value)):
+            if array.dtype != query.dtype:
+                self.fail(name, array, f"the query's dtype, {query.dtype}: cast one of them")
+            if array.shape[0] != query.shape[0]:
+                self.fail(name, array, f"the query's batch, {query.shape[0]}")
+        if key.shape[3] != query.shape[3]:
+            self.fail("key", key, f"the query's head dim, {query.shape[3]}")
+        if value.shape[1:3] != key.shape[1:3]:
+            self.fail("value", value, f"the key's length and heads, {list(key.shape[1:3])}")
+        if query.shape[2] % key.shape[2]:
+            self.fail("query", query, f"a number of heads that is a multiple of the key's {key.shape[2]}")
+
+    def segments(self, q_ids: Any, kv_ids: Any, batch: int, q_len: int, kv_len: int) -> None:
+        """A pair of segment ids, or neither."""
+        if q_ids is None and kv_ids is None:
+            return
+        for name, ids, length in (("q_segment_ids", q_ids, q_len), ("kv_segment_ids", kv_ids, kv_len)):
+            layout = f"[{batch}, {length}] integers, beside its pair"
+            self.array(name, ids, layout, ranks=(2,), kinds=(jnp.integer,))
+            if ids.shape != (batch, length):
+                self.fail(name, ids, layout)
+
+    def sinks(self, sinks: Any, heads: int) -> None:
+        """Sink logits, for all heads or for each."""
+        if sinks is None:
+            return
+        layout = f"[num_sinks] or [{heads}, num_sinks]"
+        self.array("softmax_aux", sinks, layout, ranks=(1, 2), kinds=(jnp.floating,))
+        if sinks.shape[-1] == 0 or (sinks.ndim == 2 and sinks.shape[0] != heads):
+            self.fail("softmax_aux", sinks, f"{layout} with at least one sink")
+
+    def scale(self, scale: Any, head_dim: int) -> float:
+        """The softmax scale or its default."""
+        return head_dim**-0.5 if scale is None else self.number("softmax_scale", scale, "a number")
+
+    def soft_cap(self, cap: Any) -> float | None:
+        """A cap above 0, or none."""
+        if cap is None:
+            return None
+        if self.number("logits_soft_cap", cap, "a number above 0") <= 0:
+            self.fail("logits_soft_cap", cap, "a number above 0, or None")
+        return float(cap)
+
+
+def effective_window(window: Window, causal: bool, longest: int) -> Window:
+    """All that causality and the sliding window leave; a side as long as the arrays hides nothing."""
+    # Sides that hide nothing go, for longer ones need not fit the kernels' integers.
+    left, right = (None if side is not None and side >= longest else side for side in window)
+    return left, 0 if causal else right
+
+
+def window_words(window: Window) -> str:
+    """A window in a tuning bucket."""
+    return ":".join("" if side is None else str(power_of_two(side + 1)) for side in window)
+
+
+def power_of_two(size: int) -> int:
+    """The power of two at or above."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def statistics_dtype(query: Any) -> Any:
+    """Of the lse and the sinks."""
+    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+
+
+def joined_sinks(sinks: Array, query: Array) -> Array:
+    """``[1, H]``: the log-sum-exp of each head's sinks."""
+    joined = log_sum_exp(sinks.astype(statistics_dtype(query)), axis=-1)
+    return jnp.broadcast_to(joined, (1, query.shape[-2]))
+
+
+def segment_pair(q_ids: Array, kv_ids: Array) -> tuple[Array, Array]:
+    """Both of one dtype of at least 32 bits, never narrower than they came: two ids must not become one."""
+    wide = np.promote_types(q_ids.dtype, kv_ids.dtype)
+    wide = jnp.int32 if wide.itemsize < 4 else wide
+    return q_ids.astype(wide), kv_ids.astype(wide)
+
+
+def nbytes(array: Any) -> int:
+    """Of an array, which may be abstract."""
+    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+
+
+def visible_pairs(window: Window, q_len: int, kv_len: int) -> int:
+    """How many (query, key) pairs causality and the window leave in one head."""
+    position = np.arange(q_len) + kv_len - q_len
+    left, right = window
+    start = np.zeros_like(position) if left is None else np.clip(position - left, 0, kv_len)
+    stop = np.full_like(position, kv_len) if right is None else np.clip(position + right + 1, 0, kv_len)
+    return int(np.maximum(stop - start, 0).sum())
