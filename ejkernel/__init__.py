@@ -22,6 +22,7 @@ _HOMES = {
     "autotune": "ejkernel.ops.config.autotune",
     "explain": "ejkernel.ops.core.explain",
     "flash_attention": "ejkernel.ops.flash_attention",
+    "grouped_matmul": "ejkernel.ops.grouped_matmul",
     "kernel_registry": "ejkernel.ops.core.registry",
     "overlay": "ejkernel.ops.core.context",
     "target": "ejkernel.ops.core.context",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.registry import kernel_registry
     from ejkernel.ops.core.support import Backend, Platform, Support
     from ejkernel.ops.flash_attention import flash_attention
+    from ejkernel.ops.grouped_matmul import grouped_matmul
     from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 

@@ -19,6 +19,7 @@ T = TypeVar("T")
 # Our own kernels register when their module is imported, and that waits until somebody asks for the operation.
 BUILTIN = {
     "flash_attention": ("ejkernel.ops.flash_attention", ("ejkernel.kernels._xla.flash_attention",)),
+    "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
 }
 
 
