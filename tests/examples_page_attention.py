@@ -1,0 +1,194 @@
+"""Calls of page_attention, and attention over pages written the obvious way."""
+
+import jax.numpy as jnp
+import numpy as np
+from examples import Example
+
+
+def reference(
+    query,
+    key_cache,
+    value_cache,
+    context_lens,
+    block_tables,
+    softmax_scale=None,
+    block_size=None,
+    *,
+    sliding_window=None,
+    logits_soft_cap=None,
+    softmax_aux=None,
+    k_scale=None,
+    v_scale=None,
+    num_splits=None,
+    return_lse=False,
+):
+    """Each sequence and head on its own: the pages it owns side by side, then a softmax. Lengths must be concrete."""
+    _, heads, dim = query.shape
+    _, kv_heads, size, value_dim = value_cache.shape
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    left = sliding_window[0] if isinstance(sliding_window, tuple) else sliding_window
+    k_factor, v_factor = (jnp.broadcast_to(1.0 if x is None else x, (kv_heads,)) for x in (k_scale, v_scale))
+    outs, lses = [], []
+    for b, length in enumerate(np.asarray(context_lens)):
+        first = 0 if left is None else max(0, length - 1 - left)
+        tokens = range(first, length)
+        at = [int(np.asarray(block_tables)[b, t // size]) for t in tokens], [t % size for t in tokens]
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            keys = key_cache[at[0], kv, at[1]].astype(query.dtype) * k_factor[kv] if tokens else jnp.zeros((0, dim))
+            values = value_cache[at[0], kv, at[1]].astype(query.dtype) * v_factor[kv] if tokens else None
+            logits = scale * (keys @ query[b, h])
+            if logits_soft_cap is not None:
+                logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+            sinks = jnp.zeros(0)
+            if softmax_aux is not None:
+                sinks = softmax_aux if softmax_aux.ndim == 1 else softmax_aux[h]
+            everything = jnp.concatenate([logits, sinks])
+            if not everything.size:
+                lses.append(jnp.asarray(-jnp.inf))
+                outs.append(jnp.zeros(value_dim))
+                continue
+            top = everything.max()
+            lse = top + jnp.log(jnp.exp(everything - top).sum())
+            lses.append(lse)
+            outs.append(jnp.exp(logits - lse) @ values if tokens else jnp.zeros(value_dim))
+    out, lse = jnp.stack(outs).reshape(-1, heads, value_dim), jnp.stack(lses).reshape(-1, heads)
+    return (out, lse) if return_lse else out
+
+
+def make(
+    lens,
+    kv_heads=2,
+    group=1,
+    dim=8,
+    value_dim=None,
+    size=4,
+    max_blocks=5,
+    cache=None,
+    sinks=None,
+    scales=None,
+    shared=(),
+):
+    """Pages in no order, and every entry and token that is not owned poisoned.
+
+    ``shared``: triples (sequence, other, pages): the first pages of one are those of the other.
+    """
+
+    def build(rng):
+        batch = len(lens)
+        blocks = batch * max_blocks + 3
+        order = rng.permutation(blocks)
+        tables = np.full((batch, max_blocks), -1, np.int32)
+        used = np.zeros((blocks, size), bool)
+        for b, length in enumerate(lens):
+            count = -(-length // size)
+            tables[b, :count] = order[b * max_blocks : b * max_blocks + count]
+            tables[b, count:] = rng.choice([-1, blocks + 7, np.iinfo(np.int32).max, order[-1]], max_blocks - count)
+        for b, other, pages in shared:
+            tables[b, :pages] = tables[other, :pages]
+        for b, length in enumerate(lens):
+            for t in range(length):
+                used[tables[b, t // size], t % size] = True
+        hidden = ~used[:, None, :, None]
+
+        def pages(last):
+            shape = (blocks, kv_heads, size, last)
+            if cache == "int8":
+                return np.where(hidden, np.int8(77), rng.integers(-127, 128, shape, np.int8))
+            values = np.where(hidden, np.nan, rng.standard_normal(shape))
+            return values if cache is None else np.asarray(jnp.asarray(values, jnp.float32).astype(cache))
+
+        arrays = {
+            "query": rng.standard_normal((batch, kv_heads * group, dim)),
+            "key_cache": pages(dim),
+            "value_cache": pages(value_dim or dim),
+            "context_lens": np.asarray(lens, np.int32),
+            "block_tables": tables,
+        }
+        if sinks is not None:
+            shape = (2,) if sinks == "shared" else (kv_heads * group, 3)
+            arrays["softmax_aux"] = rng.standard_normal(shape)
+        if scales is not None:
+            shape = () if scales == "scalar" else (kv_heads,)
+            level = 1 / 64 if cache == "int8" else 1.0
+            arrays["k_scale"] = level * np.asarray(0.5 + rng.random(shape))
+            arrays["v_scale"] = level * np.asarray(0.5 + rng.random(shape))
+        return arrays
+
+    return build
+
+
+BATCH = {"query": 0, "context_lens": 0, "block_tables": 0}
+FLOATS = ("query", "key_cache", "value_cache")
+
+
+def example(name, make, statics=None, differentiable=FLOATS, features=(), keep=("softmax_aux", "k_scale", "v_scale")):
+    return Example(
+        "page_attention",
+        name,
+        make,
+        reference,
+        statics or {},
+        differentiable,
+        frozenset(features),
+        BATCH,
+        frozenset(keep),
+    )
+
+
+EXAMPLES = [
+    example("plain", make([20, 7])),
+    example("one_token_and_none", make([1, 0, 4, 5]), {"return_lse": True}, features={"lse"}),
+    example("nothing_at_all", make([0, 0]), {"return_lse": True}, features={"lse"}),
+    example("gqa_odd_sizes", make([9, 16], kv_heads=3, group=2, dim=5, size=3, max_blocks=6), features={"gqa"}),
+    example("value_dim", make([13, 6], group=3, value_dim=3), {"softmax_scale": 0.3}, features={"gqa", "value_dim"}),
+    example(
+        "window", make([19, 3, 8, 0], group=2), {"sliding_window": (4, 0), "block_size": 4}, features={"gqa", "window"}
+    ),
+    example("only_itself", make([17, 4]), {"sliding_window": 0}, features={"window"}),
+    example("soft_cap", make([18, 11]), {"logits_soft_cap": 0.7, "num_splits": 2}, features={"soft_cap"}),
+    example(
+        "sinks",
+        make([10, 0, 20, 3], group=2, sinks="shared"),
+        {"return_lse": True},
+        (*FLOATS, "softmax_aux"),
+        {"gqa", "sinks", "lse"},
+    ),
+    example(
+        "splits_and_sinks",
+        make([20, 5], sinks="own"),
+        {"num_splits": 3, "return_lse": True},
+        (*FLOATS, "softmax_aux"),
+        {"sinks", "lse"},
+    ),
+    example("shared_prefix", make([18, 15, 9, 12], shared=[(1, 0, 3), (2, 0, 2), (3, 1, 2)])),
+    example(
+        "float_scales",
+        make([12, 20], group=2, scales="scalar"),
+        {"return_lse": True},
+        (*FLOATS, "k_scale", "v_scale"),
+        {"gqa", "scales", "lse"},
+    ),
+    example(
+        "int8",
+        make([20, 0, 6, 11], group=2, cache="int8", scales="own"),
+        {"return_lse": True},
+        ("query", "k_scale", "v_scale"),
+        {"gqa", "scales", "int8_cache", "lse"},
+    ),
+    example(
+        "fp8",
+        make([20, 6], cache="float8_e4m3fn", scales="own"),
+        {"logits_soft_cap": 2.0},
+        ("query", "k_scale", "v_scale"),
+        {"scales", "fp8_cache", "soft_cap"},
+        keep=("key_cache", "value_cache", "k_scale", "v_scale"),
+    ),
+    example(
+        "everything",
+        make([20, 0, 7, 13], group=2, dim=6, value_dim=5, sinks="own", scales="own", shared=[(3, 0, 2)]),
+        {"sliding_window": (9, 1), "logits_soft_cap": 1.5, "num_splits": 2, "return_lse": True, "softmax_scale": 0.4},
+        (*FLOATS, "softmax_aux", "k_scale", "v_scale"),
+        {"gqa", "value_dim", "window", "soft_cap", "sinks", "scales", "lse"},
+    ),
+]
