@@ -25,6 +25,7 @@ _HOMES = {
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
     "kernel_registry": "ejkernel.ops.core.registry",
     "overlay": "ejkernel.ops.core.context",
+    "recurrent": "ejkernel.ops.recurrent",
     "target": "ejkernel.ops.core.context",
 }
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 
+    from ejkernel.ops.recurrent import recurrent
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"ejkernel.{name}")

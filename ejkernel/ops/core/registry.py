@@ -20,6 +20,7 @@ T = TypeVar("T")
 BUILTIN = {
     "flash_attention": ("ejkernel.ops.flash_attention", ("ejkernel.kernels._xla.flash_attention",)),
     "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
+    "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
 }
 
 
