@@ -20,21 +20,25 @@ _HOMES = {
     "Support": "ejkernel.ops.core.support",
     "UnsupportedError": "ejkernel.errors",
     "autotune": "ejkernel.ops.config.autotune",
+    "blocksparse_attention": "ejkernel.ops.blocksparse_attention",
     "explain": "ejkernel.ops.core.explain",
     "flash_attention": "ejkernel.ops.flash_attention",
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
     "kernel_registry": "ejkernel.ops.core.registry",
     "overlay": "ejkernel.ops.core.context",
+    "page_attention": "ejkernel.ops.page_attention",
     "recurrent": "ejkernel.ops.recurrent",
     "target": "ejkernel.ops.core.context",
 }
 
-_PACKAGES = ("callib", "errors", "lab", "ops", "utils", "xla_utils")
+_PACKAGES = ("callib", "errors", "lab", "ops", "patterns", "utils", "xla_utils")
 
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
+    from ejkernel import patterns
     from ejkernel.errors import EjkernelError, InvalidInputError, UnsupportedError
+    from ejkernel.ops.blocksparse_attention import blocksparse_attention
     from ejkernel.ops.config.autotune import autotune
     from ejkernel.ops.core.context import overlay, target
     from ejkernel.ops.core.explain import explain
@@ -42,10 +46,11 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.support import Backend, Platform, Support
     from ejkernel.ops.flash_attention import flash_attention
     from ejkernel.ops.grouped_matmul import grouped_matmul
+    from ejkernel.ops.page_attention import page_attention
+    from ejkernel.ops.recurrent import recurrent
     from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-    from ejkernel.ops.recurrent import recurrent
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"ejkernel.{name}")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import runnable
+from tolerances import assert_close
 
 import ejkernel
 
@@ -90,19 +91,52 @@ def _wide(x):
     return jnp.asarray(x, "float64") if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(x)
 
 
-MODULES = [importlib.import_module(path.stem) for path in sorted(Path(__file__).parent.glob("examples_*.py"))]
-EXAMPLES = [example for module in MODULES for example in module.EXAMPLES]
+def all_examples():
+    """Every operation's."""
+    modules = [importlib.import_module(path.stem) for path in sorted(Path(__file__).parent.glob("examples_*.py"))]
+    return [example for module in modules for example in module.EXAMPLES]
 
 
-def every_example(where=lambda example: True):
+def every_example():
     """Parameters ``entry, example`` of a test: each example on each implementation that this machine can run."""
+    return _parameters(all_examples())
+
+
+def main_examples():
+    """The same with two examples an operation: its first, and its last, which has the most features."""
+    by_operation = {}
+    for example in all_examples():
+        by_operation.setdefault(example.operation, []).append(example)
+    return _parameters([x for examples in by_operation.values() for x in (examples[0], examples[-1])])
+
+
+def _parameters(examples):
     return pytest.mark.parametrize(
         ("entry", "example"),
         [
             pytest.param(entry.values[0], example, id=f"{example}-{entry.id}")
-            for example in EXAMPLES
-            if where(example)
+            for example in examples
             for entry in runnable(example.operation)
             if example.features <= entry.values[0].support.features
         ],
     )
+
+
+def assert_trees_close(actual, expected, dtype, *, gradient=False, what=""):
+    """Every leaf, by the suite's tolerances."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected), what
+    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        assert_close(a, e, dtype, gradient=gradient, what=f"{what}{jax.tree_util.keystr(path)}")
+
+
+def cotangents_like(tree, seed=7):
+    """Random cotangents of a result."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), tree)
+
+
+def gradients(example, arrays, **more):
+    """The result and the gradients by name, with random cotangents of everything that is finite."""
+    out, pull = jax.vjp(lambda floats: example.run({**arrays, **floats}, **more), example.floats(arrays))
+    cotangents = cotangents_like(out)
+    return out, pull(cotangents)[0], cotangents

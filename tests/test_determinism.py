@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import COMBINED, Case
 from conftest import runnable
+from examples import gradients, main_examples
 
 from ejkernel import flash_attention
 
@@ -76,3 +77,15 @@ def test_dropout_does_not_depend_on_blocks():
         for b in (7, 50)
     ]
     np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-5)
+
+
+@main_examples()
+def test_every_operation(entry, example):
+    if not entry.support.deterministic:
+        pytest.skip(f"{entry} says it is not")
+    arrays = example.arrays()
+    first = gradients(example, arrays, platform=entry.platform)
+    for _ in range(2):
+        again = gradients(example, arrays, platform=entry.platform)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(a, b)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cases import COMBINED, SMALL_BLOCKS
 from conftest import runnable
+from examples import assert_trees_close, main_examples
 
 from ejkernel import flash_attention, target
 
@@ -48,3 +49,32 @@ def test_exports_for_devices_that_are_not_here(device, platform):
         )(x)
     assert exported.platforms == (platform,)
     assert exported.out_avals[0].shape == x.shape
+
+
+@main_examples()
+def test_every_operation(entry, example):
+    arrays = example.arrays()
+    floats = example.floats(arrays)
+
+    def run(floats):
+        return example.run({**arrays, **floats}, platform=entry.platform)
+
+    def loss(run):
+        return jax.grad(lambda f: (jax.tree.leaves(run(f))[0] ** 2).sum())(floats)
+
+    restored = round_trip(jax.export.export(jax.jit(run))(floats))
+    assert_trees_close(restored.call(floats), jax.jit(run)(floats), "float32")
+    assert_trees_close(loss(restored.call), loss(run), "float32", gradient=True)
+
+
+@pytest.mark.parametrize(("device", "platform"), [("nvidia-h200", "cuda"), ("tpu-v5e", "tpu")])
+@main_examples()
+def test_every_operation_exports_for_devices_that_are_not_here(entry, example, device, platform):
+    arrays = example.arrays()
+
+    def run(arrays):
+        return jax.vjp(lambda f: example.run({**arrays, **f}, platform=entry.platform), example.floats(arrays))[1]
+
+    with target(device):
+        exported = jax.export.export(jax.jit(run), platforms=[platform])(arrays)
+    assert exported.platforms == (platform,)

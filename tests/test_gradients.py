@@ -7,6 +7,7 @@ import oracle
 import pytest
 from cases import COMBINED, Case, any_case, single_feature_cases
 from conftest import runnable
+from examples import assert_trees_close, every_example, gradients, main_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_close
@@ -177,3 +178,35 @@ def test_strict_promotion(entry):
 
         result, pull = jax.vjp(run, floats)
         pull(result)
+
+
+@every_example()
+def test_every_operation(entry, example):
+    arrays = example.arrays()
+    _, grads, cotangents = gradients(example, arrays, platform=entry.platform)
+    _, expected = example.expected(arrays, cotangents)
+    assert_trees_close(grads, expected, "float32", gradient=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@main_examples()
+def test_every_operation_in_every_dtype(entry, example, dtype, request):
+    if dtype not in entry.support.dtypes:
+        pytest.skip(f"{entry} does not take {dtype}")
+    if dtype == "float64":
+        request.getfixturevalue("x64")
+    arrays = example.arrays(dtype)
+    _, grads, cotangents = gradients(example, arrays, platform=entry.platform)
+    assert jax.tree.map(lambda x: x.dtype, grads) == jax.tree.map(lambda x: x.dtype, example.floats(arrays))
+    _, expected = example.expected(arrays, cotangents)
+    assert_trees_close(grads, expected, dtype, gradient=True)
+
+
+@main_examples()
+def test_every_gradient_alone(entry, example):
+    """What a backward leaves out, because nobody wants it, must not change the others."""
+    arrays = example.arrays()
+    _, together, cotangents = gradients(example, arrays, platform=entry.platform)
+    for name, value in example.floats(arrays).items():
+        _, pull = jax.vjp(lambda x, name=name: example.run({**arrays, name: x}, platform=entry.platform), value)
+        assert_trees_close(pull(cotangents)[0], together[name], "float32", gradient=True, what=name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cases import COMBINED, SMALL_BLOCKS
 from conftest import runnable
+from examples import main_examples
 
 from ejkernel import FwdParams, flash_attention, overlay
 from ejkernel.ops.core import operation
@@ -64,3 +65,12 @@ def test_forward_mode_is_refused_by_jax_not_wrong():
     x = jnp.ones((1, 4, 2, 8))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: flash_attention(x, x, x), (x,), (x,))
+
+
+@main_examples()
+def test_every_operation(entry, example):
+    arrays = example.arrays()
+    eager = example.run(arrays, platform=entry.platform)
+    jitted = jax.jit(lambda arrays: example.run(arrays, platform=entry.platform))(arrays)
+    for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

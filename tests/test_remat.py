@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cases import COMBINED, SMALL_BLOCKS
 from conftest import runnable
+from examples import assert_trees_close, main_examples
 
 from ejkernel import flash_attention
 
@@ -49,3 +50,17 @@ def test_layers_under_scan(entry):
     actual = jax.grad(loss)(weights, jax.checkpoint)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     assert jnp.abs(expected).max() > 1e-3
+
+
+@main_examples()
+def test_every_operation(entry, example):
+    arrays = example.arrays()
+
+    def loss(floats):
+        out = jax.tree.leaves(example.run({**arrays, **floats}, platform=entry.platform))
+        return sum(jnp.sin(x).sum() for x in out[:1])
+
+    floats = example.floats(arrays)
+    expected = jax.jit(jax.grad(loss))(floats)
+    actual = jax.jit(jax.grad(jax.checkpoint(loss)))(floats)
+    assert_trees_close(actual, expected, "float32", gradient=True)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from cases import Case
 from conftest import runnable
+from examples import assert_trees_close, main_examples
+from examples import gradients as example_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -120,3 +122,57 @@ def test_explicit_meshes(entry, in_context):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=1e-5)
     expected_grads = jax.grad(lambda q: (run({**arrays, "query": q})[0] ** 2).sum())(arrays["query"])
     np.testing.assert_allclose(grads, expected_grads, rtol=2e-4, atol=2e-4)
+
+
+def batch_specs(example, arrays, axis):
+    """Partition specs that split the batch axes."""
+    return {
+        name: jax.tree.map(lambda x: P(*[None] * example.batch[name], axis) if name in example.batch else P(), tree)  # noqa: B023
+        for name, tree in arrays.items()
+    }
+
+
+@main_examples()
+def test_every_operation_partitioned_by_the_compiler(entry, example, mesh):
+    if not example.batch:
+        pytest.skip("the call has no batch")
+    arrays = example.arrays()
+    expected = example_gradients(example, arrays, platform=entry.platform)[:2]
+    specs = batch_specs(example, arrays, "data")
+    spread = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), arrays, specs)
+    actual = jax.jit(lambda arrays: example_gradients(example, arrays, platform=entry.platform)[:2])(spread)
+    assert_trees_close(actual, expected, "float32", gradient=True)
+
+
+@main_examples()
+def test_every_operation_inside_shard_map(entry, example, mesh):
+    """With the default check_vma: what the devices share gets its gradients summed."""
+    if not example.batch:
+        pytest.skip("the call has no batch")
+    arrays = example.arrays()
+
+    def loss(arrays):
+        return sum(
+            (jnp.where(jnp.isfinite(x), x, 0) ** 2).sum()
+            for x in jax.tree.leaves(example.run(arrays, platform=entry.platform))
+        )
+
+    specs = batch_specs(example, arrays, "data")
+    mapped = jax.shard_map(lambda a: jax.lax.psum(loss(a), "data"), mesh=mesh, in_specs=(specs,), out_specs=P())
+    floats = example.floats(arrays)
+    actual = jax.value_and_grad(lambda f: mapped({**arrays, **f}))(floats)
+    expected = jax.value_and_grad(lambda f: loss({**arrays, **f}))(floats)
+    assert_trees_close(actual, expected, "float32", gradient=True)
+
+
+@main_examples()
+def test_every_operation_on_explicit_meshes(entry, example):
+    if not example.batch:
+        pytest.skip("the call has no batch")
+    explicit = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    arrays = example.arrays()
+    specs = batch_specs(example, arrays, "data")
+    spread = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(explicit, spec)), arrays, specs)
+    with jax.set_mesh(explicit):
+        actual = jax.jit(lambda arrays: example.run(arrays, platform=entry.platform))(spread)
+    assert_trees_close(actual, example.run(arrays, platform=entry.platform), "float32")

@@ -7,6 +7,7 @@ import oracle
 import pytest
 from cases import COMBINED, SMALL_BLOCKS, Case, any_case, single_feature_cases
 from conftest import runnable
+from examples import assert_trees_close, every_example, main_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_close
@@ -173,3 +174,22 @@ def test_wide_segment_ids_stay_apart(entry):
     with jax.enable_x64(True):
         wide = run([1, 1, 2**32 + 1, 2**32 + 1, 2**33, 2**33], jnp.int64)
     np.testing.assert_allclose(wide, expected, rtol=1e-6)
+
+
+@every_example()
+def test_every_operation(entry, example):
+    arrays = example.arrays()
+    assert_trees_close(example.run(arrays, platform=entry.platform), example.expected(arrays), "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@main_examples()
+def test_every_operation_in_every_dtype(entry, example, dtype, request):
+    if dtype not in entry.support.dtypes:
+        pytest.skip(f"{entry} does not take {dtype}")
+    if dtype == "float64":
+        request.getfixturevalue("x64")
+    arrays = example.arrays(dtype)
+    out = example.run(arrays, platform=entry.platform)
+    assert jax.tree.leaves(out)[0].dtype == dtype
+    assert_trees_close(out, example.expected(arrays), dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cases import SMALL_BLOCKS, Case
 from conftest import runnable
+from examples import assert_trees_close, gradients, main_examples
 from tolerances import assert_close
 
 from ejkernel import flash_attention
@@ -98,3 +99,24 @@ def test_vmap_over_nothing(entry):
     run = jax.vmap(jax.value_and_grad(lambda x: flash_attention(x, x, x, platform=entry.platform).sum()))
     value, grad = run(x)
     assert (value.shape, grad.shape) == ((0,), x.shape)
+
+
+@pytest.mark.parametrize("batched", ["all", "first", "not_first"])
+@main_examples()
+def test_every_operation(entry, example, batched):
+    seeds = [example.arrays(seed=seed) for seed in range(3)]
+    names = list(seeds[0])
+    chosen = {"all": names, "first": names[:1], "not_first": names[1:]}[batched]
+    axes = {name: jax.tree.map(lambda _: 0 if name in chosen else None, seeds[0][name]) for name in names}  # noqa: B023
+    arrays = {
+        n: jax.tree.map(lambda *x: jnp.stack(x), *(s[n] for s in seeds)) if n in chosen else seeds[0][n] for n in names
+    }
+
+    def run(arrays):
+        return gradients(example, arrays, platform=entry.platform)[:2]
+
+    actual = jax.jit(jax.vmap(run, (axes,)))(arrays)
+    for i, own in enumerate(seeds):
+        expected = jax.jit(run)({**seeds[0], **{name: own[name] for name in chosen}})
+        picked = jax.tree.map(lambda x: x[i], actual)  # noqa: B023
+        assert_trees_close(picked, expected, "float32", gradient=True, what=str(i))

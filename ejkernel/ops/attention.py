@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ejkernel.kernels.intervals import intervals
 from ejkernel.ops.core.checks import Checker
 from ejkernel.utils import log_sum_exp
 
@@ -115,8 +116,5 @@ def nbytes(array: Any) -> int:
 
 def visible_pairs(window: Window, q_len: int, kv_len: int) -> int:
     """How many (query, key) pairs causality and the window leave in one head."""
-    position = np.arange(q_len) + kv_len - q_len
-    left, right = window
-    start = np.zeros_like(position) if left is None else np.clip(position - left, 0, kv_len)
-    stop = np.full_like(position, kv_len) if right is None else np.clip(position + right + 1, 0, kv_len)
-    return int(np.maximum(stop - start, 0).sum())
+    start, stop = intervals(window, q_len, kv_len)
+    return int((stop - start).sum(dtype=np.int64))

@@ -47,7 +47,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Ar
             k, v = p.keys(arrays["key"], b0, h0, k0), p.keys(value, b0, h0, k0)
             if visible is not None:
                 k, v = p.hide_keys((k, v), visible, b0, q0, k0)
-            s = p.shape_logits(_dot(q, k, -1, -1, p.acc), b0, h0, q0, k0, visible)
+            s = p.shape_logits(dot(q, k, -1, -1, p.acc), b0, h0, q0, k0, visible)
             new_top = jnp.maximum(top, s.max(-1))
             shift = jnp.where(new_top == -jnp.inf, 0, new_top)
             weights = jnp.exp(s - shift[..., None])
@@ -55,7 +55,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Ar
             total = total * decay + weights.sum(-1)
             if spec.dropout_prob:
                 weights = weights * p.keep(b0, h0, q0, k0).reshape(weights.shape)
-            acc = acc * decay[..., None] + _dot(weights.astype(v.dtype), v, -1, -2, p.acc)
+            acc = acc * decay[..., None] + dot(weights.astype(v.dtype), v, -1, -2, p.acc)
             return new_top, total, acc
 
         def masked_step(k0, first, stop, carry):
@@ -75,7 +75,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Ar
         p.zeros((batch, p.q_len, heads, p.value_dim), query.dtype),
         p.zeros((batch, heads, p.q_len)),
     )
-    return _loop(p.tiles * p.q_blocks, block_of_queries, start)
+    return loop(p.tiles * p.q_blocks, block_of_queries, start)
 
 
 def backward(
@@ -96,7 +96,7 @@ def backward(
     plan = visibility.plan_walk(ranges, p.q_block, p.b, p.always_masked)
     finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
     # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
-    slope = _sum_last(out.astype(p.acc) * dout.astype(p.acc)).swapaxes(1, 2) - dlse
+    slope = sum_last(out.astype(p.acc) * dout.astype(p.acc)).swapaxes(1, 2) - dlse
     # A row that sees nothing has no gradient, whatever its cotangents are.
     slope = jnp.where(lse == -jnp.inf, 0, slope)
 
@@ -113,10 +113,10 @@ def backward(
             if visible is not None:
                 k, v = p.hide_keys((k, v), visible, b0, q0, k0)
                 q, do = p.hide_queries((q, do), visible, b0, q0)
-            raw = _dot(k, q, -1, -1, p.acc)
+            raw = dot(k, q, -1, -1, p.acc)
             s, cap_slope = p.shape_logits(raw, b0, h0, q0, k0, visible, transposed=True)
             weights = jnp.exp(s - p.row_slice(finite_lse, b0, h0, q0))
-            dweights = _dot(v, do, -1, -1, p.acc)
+            dweights = dot(v, do, -1, -1, p.acc)
             kept = weights
             if spec.dropout_prob:
                 keep = flip(p.keep(b0, h0, q0, k0)).reshape(weights.shape)
@@ -130,10 +130,10 @@ def backward(
             if cap_slope is not None:
                 ds = ds * cap_slope
             ds = ds.astype(k.dtype)
-            dv = dv + _dot(kept.astype(v.dtype), do, -1, -2, p.acc)
-            dk = dk + _dot(ds, q, -1, -2, p.acc)
+            dv = dv + dot(kept.astype(v.dtype), do, -1, -2, p.acc)
+            dk = dk + dot(ds, q, -1, -2, p.acc)
             # Without the barrier XLA folds the transpose into the product, which a CPU then runs at half speed.
-            dq_block = _dot(lax.optimization_barrier(ds.swapaxes(-1, -2)), k, -1, -2, p.acc)
+            dq_block = dot(lax.optimization_barrier(ds.swapaxes(-1, -2)), k, -1, -2, p.acc)
             return add_block(dq, p.from_rows(dq_block), (b0, q0, h0 * p.g, 0)), dk, dv, dbias
 
         def masked_step(q0, first, stop, carry):
@@ -148,7 +148,7 @@ def backward(
 
     start = (p.zeros(query.shape), p.zeros(key.shape), p.zeros(value.shape))
     start = (*start, None if bias is None else p.zeros(bias.shape))
-    dq, dk, dv, dbias = _loop(p.tiles * p.kv_blocks, block_of_keys, start)
+    dq, dk, dv, dbias = loop(p.tiles * p.kv_blocks, block_of_keys, start)
     grads = {
         "query": (dq * spec.softmax_scale).astype(query.dtype),
         "key": (dk if p.prescaled else dk * spec.softmax_scale).astype(key.dtype),
@@ -157,26 +157,32 @@ def backward(
     if bias is not None:
         grads["bias"] = dbias.astype(bias.dtype)
     if "softmax_aux" in arrays:
-        sinks = arrays["softmax_aux"]
-        share = jnp.where(sinks[..., None] == -jnp.inf, 0, jnp.exp(sinks[..., None] - finite_lse))
-        dsinks = -(share * slope).sum(-1)
-        grads["softmax_aux"] = dsinks if sinks.shape[0] > 1 else dsinks.sum(0, keepdims=True)
+        grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return grads
 
 
-def _dot(a: Array, b: Array, contract_a: int, contract_b: int, dtype) -> Array:
+def sink_gradient(sinks: Array, finite_lse: Array, slope: Array) -> Array:
+    """Of the sinks' log-sum-exp ``[B|1, H]``: what their share of each row's weight, ``[B, H, Sq]``, takes off."""
+    share = jnp.where(sinks[..., None] == -jnp.inf, 0, jnp.exp(sinks[..., None] - finite_lse))
+    dsinks = -(share * slope).sum(-1)
+    return dsinks if sinks.shape[0] > 1 else dsinks.sum(0, keepdims=True)
+
+
+def dot(a: Array, b: Array, contract_a: int, contract_b: int, dtype) -> Array:
+    """A product over one axis of each, counted from the end, the leading axes in step."""
     precision = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else None
     lead = tuple(range(a.ndim - 2))
     dims = (((a.ndim + contract_a,), (b.ndim + contract_b,)), (lead, lead))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
 
 
-def _sum_last(x: Array) -> Array:
+def sum_last(x: Array) -> Array:
     """A sum over the last, short axis, as a product with ones: XLA's CPU reduction takes 30 times as long (jax 0.10)."""
     return jnp.dot(x, jnp.ones(x.shape[-1], x.dtype), precision=lax.Precision.HIGHEST)
 
 
-def _loop(steps: int, body, carry):
+def loop(steps: int, body, carry):
+    """``fori_loop`` from 0, with an int32 index whatever JAX's default is."""
     return lax.fori_loop(jnp.int32(0), jnp.int32(steps), body, carry)
 
 

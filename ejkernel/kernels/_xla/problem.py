@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels import dropout
-from ejkernel.kernels._xla import visibility
+from ejkernel.kernels.intervals import intervals
 from ejkernel.kernels.varying import vary_over, varying_axes
 
 # Logits held at once by one step. 4 MiB of float32 leave room for their companions in a CPU's caches.
@@ -84,7 +84,7 @@ class Problem:
     def intervals(self):
         if "kv_start" in self.arrays:
             return self.arrays["kv_start"], self.arrays["kv_stop"]
-        return visibility.intervals(self.spec.window, self.q_len, self.kv_len)
+        return intervals(self.spec.window, self.q_len, self.kv_len)
 
     @property
     def segments(self):

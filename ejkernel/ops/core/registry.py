@@ -18,8 +18,10 @@ T = TypeVar("T")
 
 # Our own kernels register when their module is imported, and that waits until somebody asks for the operation.
 BUILTIN = {
+    "blocksparse_attention": ("ejkernel.ops.blocksparse_attention", ("ejkernel.kernels._xla.blocksparse_attention",)),
     "flash_attention": ("ejkernel.ops.flash_attention", ("ejkernel.kernels._xla.flash_attention",)),
     "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
+    "page_attention": ("ejkernel.ops.page_attention", ("ejkernel.kernels._xla.page_attention",)),
     "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
 }
 

@@ -253,7 +253,9 @@ def _loop(run: Callable, batched: Any, arrays: Any) -> Any:
 
     def one(mapped):
         mapped = iter(mapped)
-        return run(jax.tree.unflatten(tree, [next(mapped) if flag else x for x, flag in zip(leaves, flags, strict=True)]))
+        return run(
+            jax.tree.unflatten(tree, [next(mapped) if flag else x for x, flag in zip(leaves, flags, strict=True)])
+        )
 
     return jax.lax.map(one, [x for x, flag in zip(leaves, flags, strict=True) if flag])
 

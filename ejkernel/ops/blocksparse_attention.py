@@ -1,0 +1,409 @@
+"""``blocksparse_attention``: attention over chosen blocks of keys, at the cost of those blocks alone."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Integer
+
+from ejkernel.kernels.intervals import intervals
+from ejkernel.ops.attention import (
+    AttentionChecker,
+    Window,
+    effective_window,
+    joined_sinks,
+    nbytes,
+    power_of_two,
+    segment_pair,
+    statistics_dtype,
+    window_words,
+)
+from ejkernel.ops.core.checks import concrete, is_array
+from ejkernel.ops.core.operation import Call, Cost, Operation
+from ejkernel.ops.core.registry import Implementation
+from ejkernel.ops.core.support import Backend, Platform
+
+AnyArray = Array | np.ndarray
+
+_check = AttentionChecker("blocksparse_attention")
+
+# Larger blocks are cut into parts of at most this many positions, so that logits stay a few blocks' worth.
+LARGEST_BLOCK = 512
+
+
+def blocksparse_attention(
+    query: Float[AnyArray, "batch q_len heads head_dim"],
+    key: Float[AnyArray, "batch kv_len kv_heads head_dim"],
+    value: Float[AnyArray, "batch kv_len kv_heads value_dim"],
+    sparsity_mask: Bool[AnyArray, "..."],
+    block_size: int | np.integer | Sequence[int] = 64,
+    *,
+    causal: bool | np.bool_ = False,
+    sliding_window: int | np.integer | Sequence[int | None] | None = None,
+    softmax_scale: float | int | None = None,
+    logits_soft_cap: float | int | None = None,
+    softmax_aux: Float[AnyArray, "..."] | None = None,
+    q_segment_ids: Integer[AnyArray, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[AnyArray, "batch kv_len"] | None = None,
+    return_lse: bool = False,
+    platform: Platform | str | None = None,
+    backend: Backend | str | None = None,
+) -> Float[Array, "batch q_len heads value_dim"] | tuple[Array, Array]:
+    """Attention restricted to the blocks that a mask keeps; the others cost neither time nor memory.
+
+    A query sees a key if the mask keeps their block and causality, the window and the segments allow the pair. All else
+    is as in ``flash_attention``. A mask with values becomes a list of blocks before anything is compiled, and masks that keep
+    about as many blocks share one compilation; a traced mask is listed on the device.
+
+    Args:
+        query: ``[B, Sq, H, D]``.
+        key: ``[B, Sk, Hkv, D]``; query head ``h`` uses key head ``h // (H / Hkv)``.
+        value: ``[B, Sk, Hkv, Dv]``.
+        sparsity_mask: boolean, True = attend, in blocks: ``[nq, nk]``, ``[H, nq, nk]`` or ``[B, H, nq, nk]`` where
+            ``nq = ceil(Sq / block_size)``, ``nk = ceil(Sk / block_size)``; see ``ejkernel.patterns``. May be traced.
+        block_size: positions a block, or a pair for queries and keys; a last block may be partial.
+        causal: query ``i`` sees keys ``j <= i + Sk - Sq``.
+        sliding_window: ``(left, right)`` in positions, as in ``flash_attention``.
+        softmax_scale: default ``D ** -0.5``.
+        logits_soft_cap: ``cap * tanh(logits / cap)``.
+        softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``.
+        q_segment_ids, kv_segment_ids: a query sees the keys of its own id; ids <= 0 are padding.
+        return_lse: also return the log-sum-exp of the logits, ``[B, H, Sq]``, float32, sinks included.
+        platform, backend: run exactly this implementation, or raise.
+
+    Returns:
+        ``[B, Sq, H, Dv]``, or ``(out, lse)``. Query, key, value and softmax_aux have gradients, and so has the lse.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ejkernel import blocksparse_attention, patterns
+        >>> x = jnp.ones((1, 256, 2, 8))
+        >>> blocksparse_attention(x, x, x, patterns.local(1)(8, 8), block_size=32).shape
+        (1, 256, 2, 8)
+    """
+    values = concrete(sparsity_mask)
+    if values is not None:
+        grid = _check_grid(query, key, value, sparsity_mask, block_size)
+        window = _window(causal, sliding_window, max(grid.lengths))
+        sparsity_mask = Listed(values, _list_on_host(values, grid, window))
+    return OPERATION(
+        (query, key, value, sparsity_mask, softmax_aux, q_segment_ids, kv_segment_ids),
+        (block_size, causal, sliding_window, softmax_scale, logits_soft_cap, return_lse, platform, backend),
+    )
+
+
+def _window(causal: Any, sliding_window: Any, longest: int) -> Window:
+    """All that causality and the window leave."""
+    given = tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window
+    return effective_window(_check.window("sliding_window", given), _check.flag("causal", causal), longest)
+
+
+class Blocks(NamedTuple):
+    """The blocks that a mask keeps and that causality and the window leave something of.
+
+    Attributes:
+        start: int32 ``[B|1, H|1, nq]``, where the list of each block of queries begins in ``index``.
+        full: how many of them are wholly visible and need no mask; they come first.
+        count: how many there are.
+        index: int32 ``[B|1, length]``, blocks of keys; what follows the last list is not to be read.
+    """
+
+    start: Any
+    full: Any
+    count: Any
+    index: Any
+
+
+class Listed(NamedTuple):
+    """A mask that had values when the call was made, and its blocks."""
+
+    mask: Any
+    blocks: Blocks
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the mask."""
+        return self.mask.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of the mask."""
+        return self.mask.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """Of the mask."""
+        return self.mask.dtype
+
+
+class _Grid(NamedTuple):
+    """Two axes cut into blocks: their lengths, the blocks of kernels, and how many of those make one of the mask's."""
+
+    lengths: tuple[int, int]
+    sizes: tuple[int, int]
+    parts: tuple[int, int]
+
+    def visibility(self, mask: Any, window: Window) -> tuple[Any, Any]:
+        """Of the kernels' blocks: which are kept and may hold visible pairs, ``[B|1, H|1, nq, nk]``; which hold no others."""
+        (q_len, kv_len), (q_size, kv_size) = self.lengths, self.sizes
+        rows, columns = np.arange(0, q_len, q_size), np.arange(0, kv_len, kv_size)
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        xp = np if isinstance(mask, np.ndarray) else jnp
+        mask = xp.repeat(xp.repeat(mask, self.parts[0], 2), self.parts[1], 3)[:, :, : len(rows), : len(columns)]
+        start, stop = (x[0] for x in intervals(window, q_len, kv_len))
+        last_row = np.minimum(rows + q_size, q_len) - 1
+        last_column = np.minimum(columns + kv_size, kv_len) - 1
+        some = (start[rows][:, None] <= last_column) & (stop[last_row][:, None] > columns)
+        every = (start[last_row][:, None] <= columns) & (stop[rows][:, None] > last_column)
+        # A partial block of keys overlaps its neighbour when it is loaded, so it is never full.
+        every &= columns + kv_size <= kv_len
+        return mask & some, every
+
+
+@dataclass(frozen=True)
+class BlockSparseSpec:
+    """What to compute, beside the arrays; ``window`` and the rest as in ``FlashSpec``.
+
+    Kernels work with the blocks of ``grid.sizes``, at most ``LARGEST_BLOCK`` positions where the mask's blocks divide.
+    """
+
+    grid: _Grid
+    window: Window
+    softmax_scale: float
+    logits_soft_cap: float | None
+
+
+def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
+    """A list whose length is rounded up, so that similar masks share a compilation."""
+    kept, full = grid.visibility(mask, window)
+    count, n_full = kept.sum(-1), (kept & full).sum(-1)
+    batch = kept.shape[0]
+    ends = np.cumsum(count.reshape(batch, -1), axis=1)
+    index = np.zeros((batch, power_of_two(max(1, int(ends[:, -1].max(initial=0))))), np.int32)
+    for entry in range(batch):
+        # The full ones first, each kind in ascending order.
+        order = np.argsort(~(kept & full)[entry], axis=-1, kind="stable")
+        chosen = np.take_along_axis(kept[entry], order, -1)
+        index[entry, : ends[entry, -1]] = order[chosen]
+    start = ends.reshape(count.shape) - count
+    return Blocks(*(x.astype(np.int32) for x in (start, n_full, count)), index)
+
+
+def _list_on_device(mask: Array, grid: _Grid, window: Window) -> Blocks:
+    """A list that has room for every block."""
+    kept, full = grid.visibility(mask, window)
+    batch, heads, nq, nk = kept.shape
+    order = jnp.argsort(jnp.where(kept & full, 0, jnp.where(kept, 1, 2)), axis=-1, stable=True).astype(jnp.int32)
+    start = jnp.arange(heads * nq, dtype=jnp.int32).reshape(1, heads, nq) * nk
+    counts = ((kept & full).sum(-1, dtype=jnp.int32), kept.sum(-1, dtype=jnp.int32))
+    return Blocks(jnp.broadcast_to(start, (batch, heads, nq)), *counts, order.reshape(batch, -1))
+
+
+def _check_grid(query: Any, key: Any, value: Any, mask: Any, block_size: Any) -> _Grid:
+    """The main arrays, the mask and the block size."""
+    _check.main_arrays(query, key, value)
+    given = (block_size, block_size) if isinstance(block_size, numbers.Integral) else block_size
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if not pair or not all(isinstance(s, numbers.Integral) and not isinstance(s, bool) and s > 0 for s in given):
+        _check.fail("block_size", block_size, "an int ≥ 1 or a pair of them, for queries and keys")
+    lengths = (query.shape[1], key.shape[1])
+    given = tuple(min(int(size), length) for size, length in zip(given, lengths, strict=True))
+    counts = tuple(-(-length // size) for length, size in zip(lengths, given, strict=True))
+    batch, heads = query.shape[0], query.shape[2]
+    layout = f"[{counts[0]}, {counts[1]}], [{heads}, {counts[0]}, {counts[1]}] or [{batch}, {heads}, {counts[0]}, {counts[1]}]"
+    _check.array("sparsity_mask", mask, layout, ranks=(2, 3, 4), kinds=(jnp.bool_,))
+    shared = ((batch, 1), (heads, 1))[4 - mask.ndim :]
+    if mask.shape[-2:] != counts or not all(n in fits for n, fits in zip(mask.shape[:-2], shared, strict=True)):
+        _check.fail("sparsity_mask", mask, f"{layout}: the blocks of {lengths[0]} queries and {lengths[1]} keys")
+    sizes = tuple(map(_kernel_block, given))
+    return _Grid(lengths, sizes, tuple(g // s for g, s in zip(given, sizes, strict=True)))
+
+
+def _kernel_block(size: int) -> int:
+    """The largest divisor of a block that is no larger than a kernel's."""
+    return next((d for d in range(min(size, LARGEST_BLOCK), 15, -1) if size % d == 0), size)
+
+
+class BlockSparseAttention(Operation):
+    """Arrays for kernels: ``query``, ``key``, ``value`` as passed; ``blocks``, a ``Blocks``; ``softmax_aux`` float32
+    ``[B|1, H]``, the sinks' log-sum-exp; ``q_segment_ids``, ``kv_segment_ids`` ``[B, S]``.
+    """
+
+    name = "blocksparse_attention"
+    arrays = ("query", "key", "value", "sparsity_mask", "softmax_aux", "q_segment_ids", "kv_segment_ids")
+    statics = (
+        "block_size",
+        "causal",
+        "sliding_window",
+        "softmax_scale",
+        "logits_soft_cap",
+        "return_lse",
+        "platform",
+        "backend",
+    )
+    features: ClassVar[dict[str, str]] = {
+        "causal": "causal masking, aligned bottom-right",
+        "window": "a sliding window, bounded on one side or both",
+        "soft_cap": "soft-capped logits",
+        "segments": "segment ids",
+        "sinks": "attention sinks (softmax_aux)",
+        "gqa": "fewer key heads than query heads",
+        "value_dim": "values of another head dim than the keys",
+        "cross": "queries and keys of different lengths",
+        "head_masks": "a mask of its own for each head",
+        "lse": "the log-sum-exp as a result",
+    }
+    gradients = ("query", "key", "value", "softmax_aux")
+    shareable = frozenset({"blocks", "softmax_aux"})
+
+    def bind(self, arguments: dict[str, Any]) -> Call:
+        """Check every argument; see the base class."""
+        a = arguments
+        query, value, mask = a["query"], a["value"], a["sparsity_mask"]
+        grid = _check_grid(query, a["key"], value, mask, a["block_size"])
+        batch, q_len, heads, head_dim = query.shape
+        kv_len, kv_heads, value_dim = value.shape[1:]
+        _check.segments(a["q_segment_ids"], a["kv_segment_ids"], batch, q_len, kv_len)
+        _check.sinks(a["softmax_aux"], heads)
+        _check.flag("return_lse", a["return_lse"])
+        spec = BlockSparseSpec(
+            grid=grid,
+            window=_window(a["causal"], a["sliding_window"], max(q_len, kv_len)),
+            softmax_scale=_check.scale(a["softmax_scale"], head_dim),
+            logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
+        )
+        used = {
+            "causal": (a["causal"], "causal"),
+            "window": (a["sliding_window"] not in (None, (None, None)), "sliding_window"),
+            "soft_cap": (spec.logits_soft_cap is not None, "logits_soft_cap"),
+            "segments": (a["q_segment_ids"] is not None, "q_segment_ids"),
+            "sinks": (a["softmax_aux"] is not None, "softmax_aux"),
+            "gqa": (heads != kv_heads, f"{heads} query heads for {kv_heads} key heads"),
+            "value_dim": (head_dim != value_dim, f"value head dim {value_dim} beside {head_dim}"),
+            "cross": (q_len != kv_len, f"query length {q_len} beside key length {kv_len}"),
+            "head_masks": (mask.ndim > 2, f"a mask of shape {list(mask.shape)}"),
+            "lse": (a["return_lse"], "return_lse"),
+        }
+        features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
+        dtype = jnp.dtype(query.dtype).name
+        main = {name: value for name, value in a.items() if is_array(value)}
+        return Call(
+            operation=self.name,
+            arguments=self.given(a),
+            spec=spec,
+            dtype=dtype,
+            head_dims=(head_dim, value_dim),
+            features=features,
+            bucket=(
+                ("dtype", dtype),
+                ("head_dim", head_dim),
+                ("value_dim", value_dim),
+                ("group", heads // kv_heads),
+                ("blocks", f"{grid.sizes[0]}x{grid.sizes[1]}"),
+                ("heads", power_of_two(batch * kv_heads)),
+                ("q_len", power_of_two(q_len)),
+                ("kv_len", power_of_two(kv_len)),
+                ("listed_len", _room(mask)),
+                ("window", window_words(spec.window)),
+                ("features", " ".join(sorted(features.keys() - {"lse"}))),
+            ),
+            shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), main) if batch else {},
+        )
+
+    def prepare(self, arguments: dict[str, Any], spec: BlockSparseSpec) -> dict[str, Any]:
+        """The kernels' arrays; see the class."""
+        a = arguments
+        query, mask = a["query"], a["sparsity_mask"]
+        listed = isinstance(mask, Listed)
+        blocks = mask.blocks if listed else _list_on_device(jnp.asarray(mask), spec.grid, spec.window)
+        arrays = {"query": query, "key": a["key"], "value": a["value"], "blocks": blocks}
+        if a["q_segment_ids"] is not None:
+            arrays["q_segment_ids"], arrays["kv_segment_ids"] = segment_pair(a["q_segment_ids"], a["kv_segment_ids"])
+        if a["softmax_aux"] is not None:
+            arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
+        return arrays
+
+    def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
+        """A plain function gets the mask itself."""
+        mask = given["sparsity_mask"]
+        return super().run_plain(
+            implementation, {**given, "sparsity_mask": mask.mask if isinstance(mask, Listed) else mask}
+        )
+
+    def empty(self, arguments: dict[str, Any]) -> Any:
+        """Zeros for a batch of 0."""
+        query, value = arguments["query"], arguments["value"]
+        if query.shape[0]:
+            return None
+        _, q_len, heads, _ = query.shape
+        out = jnp.zeros((0, q_len, heads, value.shape[3]), query.dtype)
+        return self.finish(arguments, out, jnp.zeros((0, heads, q_len), statistics_dtype(query)))
+
+    def finish(self, arguments: dict[str, Any], out: Any, lse: Any) -> Any:
+        """The output, with the lse if it was asked for."""
+        return (out, lse) if arguments["return_lse"] else out
+
+    def result_specs(self, arguments: dict[str, Any], spec: tuple) -> Any:
+        """The output as the query is partitioned, but for the head dim."""
+        batch, length, heads, _ = spec
+        return self.finish(arguments, PartitionSpec(batch, length, heads), PartitionSpec(batch, heads, length))
+
+    def cost(self, call: Call) -> Cost:
+        """Two products a pair of a listed block forward, five backward; every array once. A traced mask counts as full."""
+        query, value, blocks = call.shapes["query"], call.shapes["value"], call.shapes["blocks"]
+        batch, q_len, heads, head_dim = query.shape
+        value_dim = value.shape[3]
+        mask = call.arguments["sparsity_mask"]
+        values = concrete(mask.mask if isinstance(mask, Listed) else mask)
+        values = np.ones(mask.shape, bool) if values is None else values
+        kept, _ = call.spec.grid.visibility(values, call.spec.window)
+        pairs = int(kept.sum()) * math.prod(call.spec.grid.sizes)
+        pairs *= (batch // blocks.start.shape[0]) * (heads // blocks.start.shape[1])
+        out_bytes = batch * q_len * heads * value_dim * query.dtype.itemsize
+        read = sum(map(nbytes, jax.tree.leaves(call.shapes)))
+        return Cost(
+            flops=2 * pairs * (head_dim + value_dim),
+            bytes=read + out_bytes,
+            backward_flops=2 * pairs * (3 * head_dim + 2 * value_dim),
+            backward_bytes=2 * read + 2 * out_bytes,
+        )
+
+    def sample(self, shapes: dict[str, Any]) -> dict[str, Any]:
+        """Random numbers, and lists as full as they can be."""
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+
+        def make(like: Any) -> Any:
+            if isinstance(like, Blocks):
+                return _full_lists(like)
+            if jnp.issubdtype(like.dtype, jnp.floating):
+                return jax.random.normal(next(keys), like.shape, like.dtype)
+            return jnp.ones(like.shape, like.dtype)
+
+        return {name: make(like) for name, like in shapes.items()}
+
+
+def _room(mask: Any) -> int:
+    """How many blocks a list may hold, rounded up."""
+    return mask.blocks.index.shape[1] if isinstance(mask, Listed) else power_of_two(math.prod(mask.shape[-3:]))
+
+
+def _full_lists(like: Blocks) -> Blocks:
+    """As many blocks a row as the list has room for, all at the array's start."""
+    _, heads, nq = like.start.shape
+    room = max(1, like.index.shape[1] // (heads * nq))
+    start = jnp.broadcast_to(jnp.arange(heads * nq, dtype=jnp.int32).reshape(heads, nq) * room, like.start.shape)
+    start = jnp.minimum(start, like.index.shape[1] - 1)
+    count = jnp.full(start.shape, room, jnp.int32)
+    return Blocks(start, jnp.zeros_like(count), count, jnp.zeros(like.index.shape, jnp.int32))
+
+
+OPERATION = BlockSparseAttention(blocksparse_attention)
