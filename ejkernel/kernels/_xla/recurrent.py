@@ -99,12 +99,19 @@ class _Direction:
         alive = jnp.arange(self.steps, dtype=jnp.int32) < self.lengths[:, None]
         return jnp.where(jnp.expand_dims(alive, tuple(range(2, array.ndim))), array, 0)
 
-    def bias(self, name: str) -> Array | int:
-        return self.weights[name].astype(self.acc) if name in self.weights else 0
+    def gates(self, projected: Array, bias: Array | None, t: Array | None = None) -> tuple[Array, ...]:
+        """The gates of a projection ``[..., g]`` with its bias, each ``[..., H]``; given ``t``, of that step alone.
 
-    def gates(self, projected: Array, bias: str) -> Array:
-        """A projection with its bias, one gate a row: ``[..., gates, H]``."""
-        return (projected + self.bias(bias)).reshape(*projected.shape[:-1], self.cell.gates, self.hidden)
+        Each is sliced out on its own: XLA's CPU code for slices of one step's slice takes five times as long (jax 0.10).
+        """
+        size, result = self.hidden, []
+        for first in range(0, self.cell.gates * size, size):
+            if t is None:
+                gate = projected[..., first : first + size]
+            else:
+                gate = lax.dynamic_slice(projected, (0, t, first), (self.batch, 1, size))[:, 0]
+            result.append(gate if bias is None else gate + bias[first : first + size].astype(self.acc))
+        return tuple(result)
 
     def time(self, step: Array, *, backward: bool = False) -> Array:
         """The position that a step of the loop treats."""
@@ -127,16 +134,20 @@ class _Direction:
             state, outputs, kept = carry
             t = self.time(i)
             zh = _dot(state[0].astype(self.dtype), w_hh, 0, self.acc)
-            new = self.cell.step(self.gates(_at(zx, t), "bias_ih"), self.gates(zh, "bias_hh"), state)
+            gates = self.gates(zx, self.weights.get("bias_ih"), t), self.gates(zh, self.weights.get("bias_hh"))
+            if self.cell.additive:
+                gates = (tuple(x + h for x, h in zip(*gates, strict=True)),)
+            new = self.cell.step(*gates, state)
             (shown,) = self.only_alive(t, new[:1], (jnp.zeros_like(new[0]),))
             new = self.only_alive(t, new, state)
-            outputs = _put(outputs, shown.astype(self.dtype), t)
+            outputs = _put(outputs, _bits(shown.astype(self.dtype)), t)
             return new, outputs, tuple(_put(k, s, t) for k, s in zip(kept, new[1:], strict=True))
 
         rows = (self.batch, self.steps, self.hidden)
         kept = tuple(self.zeros(rows) for _ in self.start[1:])
-        state, outputs, kept = _loop(self.steps, step, (self.start, self.zeros(rows, self.dtype), kept))
-        return outputs, tuple(s.astype(self.dtype) for s in state), kept[0] if kept else None
+        start = (self.start, _bits(self.zeros(rows, self.dtype)), kept)
+        state, outputs, kept = _loop(self.steps, step, start)
+        return lax.bitcast_convert_type(outputs, self.dtype), tuple(s.astype(self.dtype) for s in state), kept[0] if kept else None
 
     def before(self, array: Array, start: Array) -> Array:
         """The states that each step started from, given those it ended with."""
@@ -154,42 +165,54 @@ class _Direction:
     ) -> tuple:
         """Gradients of the inputs (None if not wanted), of the start states, and of the weights by their full names."""
         h_before = self.before(outputs, self.start[0])
-        zx = self.gates(_dot(self.inputs, self.weights["weight_ih"], -1, self.acc), "bias_ih")
-        zh = self.gates(_dot(h_before, self.weights["weight_hh"], -1, self.acc), "bias_hh")
-        states = (h_before.astype(self.acc),) if kept is None else (self.before(kept, self.start[1]), kept)
-        slopes = self.cell.slopes(zx, zh, *states)
-        dout = self.blank(dout.astype(self.acc))
+        befores = (h_before,) if kept is None else (h_before, self.before(kept, self.start[1]))
+        factors, matrices, biases = self._gate_factors(h_before)
+        zs = [_dot(factor, matrix, -1, self.acc) for factor, matrix in zip(factors, matrices, strict=True)]
+        dout = self.blank(dout)
 
         def step(i, carry):
             dstate, stored = carry
             t = self.time(i, backward=True)
-            now = jax.tree.map(lambda x: _at(x, t), slopes)
-            given = (dstate[0] + _at(dout, t), *dstate[1:])
-            dz, store, rest = self.cell.pull(now, given)
-            through = _dot(dz.reshape(self.batch, -1).astype(self.dtype), self.weights["weight_hh"], 0, self.acc)
-            before = (through if rest[0] is None else through + rest[0], *rest[1:])
-            stored = tuple(_put(buffer, x, t) for buffer, x in zip(stored, store, strict=True))
-            return self.only_alive(t, before, dstate), stored
+            before = tuple(_at(x, t).astype(self.acc) for x in befores)
+            gates = (self.gates(z, bias, t) for z, bias in zip(zs, biases, strict=True))
+            _, pull = jax.vjp(self.cell.step, *gates, before)
+            *dgates, rest = pull((dstate[0] + _at(dout, t).astype(self.acc), *dstate[1:]))
+            dzs = [jnp.concatenate(dz, axis=-1).astype(self.dtype) for dz in dgates]
+            through = _dot(dzs[-1], self.weights["weight_hh"], 0, self.acc)
+            stored = tuple(_put(buffer, _bits(dz), t) for buffer, dz in zip(stored, dzs, strict=True))
+            return self.only_alive(t, (rest[0] + through, *rest[1:]), dstate), stored
 
-        rows = (self.batch, self.steps, self.hidden)
-        stored = tuple(self.zeros(rows) for _ in range(self.cell.stored))
         dfinal = tuple(d.astype(self.acc) for d in dfinal)
-        dstart, stored = _loop(self.steps, step, (dfinal, stored))
-        dzx, dzh = (
-            self.blank(dz).reshape(self.batch * self.steps, -1) for dz in self.cell.gate_gradients(slopes, stored)
-        )
-        dinputs = self._input_gradient(dzx) if "inputs" in wanted else None
-        return dinputs, dstart, self._weight_gradients(dzx, dzh, h_before) if "weights" in wanted else {}
+        start = (dfinal, tuple(_bits(self.zeros(z.shape, self.dtype)) for z in zs))
+        dstart, dzs = _loop(self.steps, step, start)
+        dzs = [self.blank(lax.bitcast_convert_type(dz, self.dtype)) for dz in dzs]
+        dzs = [dz.reshape(self.batch * self.steps, -1) for dz in dzs]
+        dinputs = self._input_gradient(dzs[0]) if "inputs" in wanted else None
+        return dinputs, dstart, self._weight_gradients(dzs, factors) if "weights" in wanted else {}
+
+    def _gate_factors(self, h_before: Array) -> tuple[list, list, list]:
+        """What to multiply for the gates of all steps, and their biases: one product where only the gates' sum counts."""
+        names = ("weight_ih", "weight_hh"), ("bias_ih", "bias_hh")
+        factors = [self.inputs, h_before]
+        matrices, biases = ([self.weights.get(name) for name in group] for group in names)
+        if not self.cell.additive:
+            return factors, matrices, biases
+        given = [bias.astype(self.acc) for bias in biases if bias is not None]
+        joined = (jnp.concatenate(parts, axis=-1) for parts in (factors, matrices))
+        return *([x] for x in joined), [sum(given) if given else None]
 
     def _input_gradient(self, dzx: Array) -> Array:
-        dx = _dot(dzx.astype(self.dtype), self.weights["weight_ih"], 0, self.acc)
+        dx = _dot(dzx, self.weights["weight_ih"], 0, self.acc)
         return self.blank(dx.reshape(self.inputs.shape))
 
-    def _weight_gradients(self, dzx: Array, dzh: Array, h_before: Array) -> dict[str, Array]:
-        grads = {"weight_ih": self._outer(dzx, self.inputs), "weight_hh": self._outer(dzh, h_before)}
-        for name, dz in (("bias_ih", dzx), ("bias_hh", dzh)):
+    def _weight_gradients(self, dzs: list[Array], factors: list[Array]) -> dict[str, Array]:
+        products = [self._outer(dz, factor) for dz, factor in zip(dzs, factors, strict=True)]
+        if self.cell.additive:
+            products = jnp.split(products[0], [self.inputs.shape[-1]], axis=-1)
+        grads = dict(zip(("weight_ih", "weight_hh"), products, strict=True))
+        for name, dz in (("bias_ih", dzs[0]), ("bias_hh", dzs[-1])):
             if name in self.weights:
-                grads[name] = dz.sum(0)
+                grads[name] = dz.sum(0, dtype=self.acc)
         return {name + self.suffix: grad for name, grad in grads.items()}
 
     def _outer(self, dz: Array, left: Array) -> Array:
@@ -199,7 +222,7 @@ class _Direction:
         first axis of both, which a CPU runs at half speed.
         """
         flat = lax.optimization_barrier(left.reshape(self.batch * self.steps, -1).T)
-        return lax.optimization_barrier(_dot(flat, dz.astype(self.dtype), 0, self.acc)).T
+        return lax.optimization_barrier(_dot(flat, dz, 0, self.acc)).T
 
 
 def _dot(a: Array, b: Array, contract_b: int, dtype: Any) -> Array:
@@ -215,6 +238,11 @@ def _at(array: Array, t: Array) -> Array:
 
 def _put(array: Array, row: Array, t: Array) -> Array:
     return lax.dynamic_update_index_in_dim(array, row, t, axis=1)
+
+
+def _bits(array: Array) -> Array:
+    """Half precision as integers, for what a loop updates: XLA's CPU code would convert all of a bfloat16 array, twice a step."""
+    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype.itemsize == 2 else array
 
 
 def _join(parts: Any) -> Array:
