@@ -22,38 +22,36 @@ def reference(
     num_splits=None,
     return_lse=False,
 ):
-    """Each sequence and head on its own: the pages it owns side by side, then a softmax. Lengths must be concrete."""
-    _, heads, dim = query.shape
-    _, kv_heads, size, value_dim = value_cache.shape
+    """All pages side by side, then dense attention over what a sequence owns and its window shows."""
+    batch, heads, dim = query.shape
+    blocks, kv_heads, size, _ = value_cache.shape
+    group, length = heads // kv_heads, block_tables.shape[1] * size
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     left = sliding_window[0] if isinstance(sliding_window, tuple) else sliding_window
-    k_factor, v_factor = (jnp.broadcast_to(1.0 if x is None else x, (kv_heads,)) for x in (k_scale, v_scale))
-    outs, lses = [], []
-    for b, length in enumerate(np.asarray(context_lens)):
-        first = 0 if left is None else max(0, length - 1 - left)
-        tokens = range(first, length)
-        at = [int(np.asarray(block_tables)[b, t // size]) for t in tokens], [t % size for t in tokens]
-        for h in range(heads):
-            kv = h // (heads // kv_heads)
-            keys = key_cache[at[0], kv, at[1]].astype(query.dtype) * k_factor[kv] if tokens else jnp.zeros((0, dim))
-            values = value_cache[at[0], kv, at[1]].astype(query.dtype) * v_factor[kv] if tokens else None
-            logits = scale * (keys @ query[b, h])
-            if logits_soft_cap is not None:
-                logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-            sinks = jnp.zeros(0)
-            if softmax_aux is not None:
-                sinks = softmax_aux if softmax_aux.ndim == 1 else softmax_aux[h]
-            everything = jnp.concatenate([logits, sinks])
-            if not everything.size:
-                lses.append(jnp.asarray(-jnp.inf))
-                outs.append(jnp.zeros(value_dim))
-                continue
-            top = everything.max()
-            lse = top + jnp.log(jnp.exp(everything - top).sum())
-            lses.append(lse)
-            outs.append(jnp.exp(logits - lse) @ values if tokens else jnp.zeros(value_dim))
-    out, lse = jnp.stack(outs).reshape(-1, heads, value_dim), jnp.stack(lses).reshape(-1, heads)
-    return (out, lse) if return_lse else out
+    position, end = jnp.arange(length), context_lens[:, None]
+    seen = (position < end) & (True if left is None else position >= end - 1 - left)
+
+    def dense(cache, factor):
+        pages = cache[jnp.clip(block_tables, 0, blocks - 1)].astype(query.dtype)
+        tokens = pages.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, length, -1)
+        tokens = jnp.where(seen[:, None, :, None], tokens, 0)
+        tokens = tokens * jnp.broadcast_to(1.0 if factor is None else factor, (kv_heads,))[:, None, None]
+        return jnp.repeat(tokens, group, 1)
+
+    logits = scale * jnp.einsum("bhd,bhtd->bht", query, dense(key_cache, k_scale))
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    logits = jnp.where(seen[:, None], logits, -jnp.inf)
+    if softmax_aux is not None:
+        sinks = softmax_aux if softmax_aux.ndim == 2 else jnp.broadcast_to(softmax_aux, (heads, *softmax_aux.shape))
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (batch, *sinks.shape))], -1)
+    top = logits.max(-1)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(logits - top[..., None])
+    total = weights.sum(-1)
+    some = jnp.where(total > 0, total, 1)
+    out = jnp.einsum("bht,bhtd->bhd", weights[..., :length] / some[..., None], dense(value_cache, v_scale))
+    return (out, jnp.where(total > 0, top + jnp.log(some), -jnp.inf)) if return_lse else out
 
 
 def make(

@@ -274,7 +274,7 @@ class PageAttention(Operation):
         """Concrete lengths must fit the table, and concrete entries that are needed must name a block."""
         lens, tables, cache = concrete(a["context_lens"]), concrete(a["block_tables"]), a["key_cache"]
         shapes = [len(x.shape) if is_array(x) else 0 for x in (a["context_lens"], a["block_tables"], cache)]
-        if lens is None or shapes != [1, 2, 4] or not lens.size or lens.dtype.kind not in "iu":
+        if lens is None or shapes != [1, 2, 4] or not lens.size or lens.dtype.kind not in "iu" or 0 in cache.shape[1:]:
             return
         blocks, _, block_size, _ = cache.shape
         longest = a["block_tables"].shape[1] * block_size

@@ -28,12 +28,15 @@ from ejkernel.ops.core.registry import kernel_registry
 from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
-# One sequence at a time: enough tokens a step to outweigh its overhead, few enough to stay in a CPU's caches.
+# One sequence at a time: enough tokens a step to outweigh its overhead, few enough to stay in a CPU's caches. Pages are
+# laid side by side by a loop that asks for each token which page it is of, so that many pages cost more than many steps.
 TOKENS_PER_STEP = 256
-PAGES_PER_STEP = 32
-# All at once: logits held by one step, over all sequences and heads.
-LOGITS_PER_STEP = 2**21
-SHARED_PAGES_PER_STEP = 64
+PAGES_PER_STEP = 8
+MOST_PAGES_PER_STEP = 32
+# All at once: logits, or numbers of gradients, held by one step over all sequences and heads.
+HELD_PER_STEP = 2**21
+# Pages of a backward step that are compared with each other to find shared blocks.
+COMPARED_PER_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class Pages:
         max_blocks, block_size = arrays["block_tables"].shape[1], arrays["key_cache"].shape[3]
         n = max(1, min((params.kv_blocksize or TOKENS_PER_STEP) // block_size, max_blocks))
         splits = min(getattr(params, "num_key_splits", None) or 1, max_blocks)
-        walk = OneByOne if (params.q_blocksize or 1) == 1 else AllAtOnce
-        return walk(arrays, spec, splits, n)
+        if (params.q_blocksize or 1) > 1:
+            return AllAtOnce(arrays, spec, splits, n)
+        return OneByOne(arrays, spec, splits, min(n, MOST_PAGES_PER_STEP))
 
     @property
     def batch(self) -> int:
@@ -469,10 +473,10 @@ class XlaPageAttention:
         _, _, kv_heads, block_size, dim = shapes["key_cache"].shape
         if device.kind == "cpu" and device.shared_by == 1:
             return cls(q_blocksize=1, kv_blocksize=max(block_size, min(TOKENS_PER_STEP, PAGES_PER_STEP * block_size)))
-        tokens = LOGITS_PER_STEP // (batch * heads)
+        tokens = HELD_PER_STEP // (batch * heads)
         if direction == "backward":
             # Gradients of a step's pages are held; where sequences share blocks, each is compared with all others.
-            tokens = min(LOGITS_PER_STEP // (batch * kv_heads * dim), SHARED_PAGES_PER_STEP * block_size // batch)
+            tokens = min(HELD_PER_STEP // (batch * kv_heads * dim), COMPARED_PER_STEP * block_size // batch)
         longest = shapes["block_tables"].shape[1] * block_size
         return cls(q_blocksize=max(2, batch), kv_blocksize=max(block_size, min(tokens, longest)))
 
