@@ -28,6 +28,9 @@ _HOMES = {
     "overlay": "ejkernel.ops.core.context",
     "page_attention": "ejkernel.ops.page_attention",
     "recurrent": "ejkernel.ops.recurrent",
+    "ring_attention": "ejkernel.ops.ring_attention",
+    "ring_shard": "ejkernel.ops.ring_attention",
+    "ring_unshard": "ejkernel.ops.ring_attention",
     "target": "ejkernel.ops.core.context",
 }
 
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.grouped_matmul import grouped_matmul
     from ejkernel.ops.page_attention import page_attention
     from ejkernel.ops.recurrent import recurrent
+    from ejkernel.ops.ring_attention import ring_attention, ring_shard, ring_unshard
     from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 

@@ -92,7 +92,7 @@ def _device(device: DeviceInfo) -> jax.Device | None:
 
 
 def _measure_here(call, device, here, entries, direction) -> dict[Implementation, chain.Record]:
-    operation = kernel_registry.operation(call.operation)
+    operation = kernel_registry.operation(call.algorithm)
     candidates = [(entry, params) for entry in entries for params in _candidates(call, device, entry, direction)]
     best: dict[Implementation, chain.Record] = {}
     with jax.default_device(here), _Progress(f"tuning {call.operation}, {direction}", len(candidates)) as progress:
@@ -123,7 +123,7 @@ def _candidates(call: Call, device: DeviceInfo, entry: Implementation, direction
 def _runner(
     entry: Implementation, params: Any, call: Call, device: DeviceInfo, arrays: dict[str, Any], direction: str
 ) -> Callable[[], Any]:
-    operation = kernel_registry.operation(call.operation)
+    operation = kernel_registry.operation(call.algorithm)
     if entry.plain:
         own = operation.sample({name: x for name, x in call.arguments.items() if hasattr(x, "shape")})
         run = jax.jit(lambda own: operation.run_plain(entry, {**call.arguments, **own}))

@@ -53,7 +53,7 @@ def entry_key(call: Call, device: DeviceInfo, entry: Implementation, direction: 
 
     return {
         "device": device.fingerprint,
-        "operation": call.operation,
+        "operation": call.algorithm,
         "direction": direction,
         "implementation": entry.name,
         "version": entry.version,
@@ -129,7 +129,7 @@ def resolve(
     given = call.fwd_params if direction == "forward" else call.bwd_params
     for link, layer in (
         (record.source if record else "", record.params if record else None),
-        ("overlay", surroundings().overlaid(call.operation, cls)),
+        *(("overlay", surroundings().overlaid(name, cls)) for name in dict.fromkeys((call.algorithm, call.operation))),
         ("argument", given),
     ):
         if layer is not None and (layer.to_dict() or link not in ("overlay", "argument")):
@@ -142,7 +142,7 @@ def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: s
     wanted = dict(call.bucket)
     sizes = [name for name in wanted if name.endswith("_len") or name == "heads"]
     best = None
-    for row in _table(device.name, call.operation):
+    for row in _table(device.name, call.algorithm):
         same = row["direction"] == direction and row["implementation"] == entry.name and row["version"] == entry.version
         if not same or any(row["call"].get(name) != value for name, value in wanted.items() if name not in sizes):
             continue

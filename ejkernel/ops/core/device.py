@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import jax
 
 from ejkernel.callib.chips import identify
 from ejkernel.callib.devices import compute_capability, resolve_device
@@ -33,6 +35,11 @@ class DeviceInfo:
 def describe(device: Any = None) -> DeviceInfo:
     """A ``jax.Device``, a topology's device, a chip's name such as ``"nvidia-h200"``, ``"cpu"``; None: JAX's default."""
     return device if isinstance(device, DeviceInfo) else _describe(resolve_device(device))
+
+
+def seen_from_here(device: DeviceInfo) -> DeviceInfo:
+    """The device as a call sees it: inside ``shard_map`` over a whole mesh, arrays are spread no further."""
+    return replace(device, shared_by=1) if jax.sharding.get_abstract_mesh().are_all_axes_manual else device
 
 
 @functools.lru_cache(maxsize=256)

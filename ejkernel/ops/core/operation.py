@@ -56,6 +56,7 @@ class Call:
             nearest sizes, which are ``heads`` and what ends in ``_len``; all else must be equal.
         shapes: the prepared arrays, abstract.
         fwd_params, bwd_params: what the call itself asked for.
+        runs_on: the algorithm whose kernels do the work, if not the operation's own.
     """
 
     operation: str
@@ -68,6 +69,12 @@ class Call:
     shapes: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
+    runs_on: str = ""
+
+    @property
+    def algorithm(self) -> str:
+        """Whose kernels run the call."""
+        return self.runs_on or self.operation
 
     def __str__(self) -> str:
         return f"{self.operation}({', '.join(_words(name, value) for name, value in self.arguments.items())})"
@@ -104,6 +111,7 @@ class Operation:
         features: every feature that an implementation may have, with a sentence for the docs.
         gradients: the arguments that can have gradients.
         shareable: the prepared arrays that may have a batch axis of size 1 beside a larger batch.
+        runs_on: the operation whose kernels do the work, for one that has none of its own.
 
     A prepared array may be a tree of arrays; its name then stands for all of them.
     """
@@ -114,6 +122,7 @@ class Operation:
     features: ClassVar[dict[str, str]]
     gradients: tuple[str, ...]
     shareable: frozenset[str] = frozenset()
+    runs_on: str = ""
 
     def __init__(self, function: Callable):
         self.function = function
@@ -237,7 +246,9 @@ class Operation:
     def _trace(self, arrays: tuple, statics: tuple, device: Any) -> Any:
         arguments = dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True))
         call, pins = self.bound(arguments)
-        decision = run.Decision(self, call, surroundings().target or devices.describe(device), pins)
+        decision = run.Decision(
+            self, call, devices.seen_from_here(surroundings().target or devices.describe(device)), pins
+        )
         chosen = decision.choose()
         empty = self.empty(arguments)
         if empty is not None:
@@ -280,7 +291,7 @@ class Operation:
         return {
             name: arguments[name]
             for name, default in self.defaults.items()
-            if arguments[name] is not None and (hasattr(arguments[name], "shape") or arguments[name] != default)
+            if arguments.get(name) is not None and (hasattr(arguments[name], "shape") or arguments[name] != default)
         }
 
 

@@ -23,6 +23,7 @@ BUILTIN = {
     "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
     "page_attention": ("ejkernel.ops.page_attention", ("ejkernel.kernels._xla.page_attention",)),
     "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
+    "ring_attention": ("ejkernel.ops.ring_attention", ()),
 }
 
 
@@ -131,6 +132,9 @@ class KernelRegistry:
                     f"{algorithm!r} is not an operation of ejkernel, so nothing prepares arrays for a forward: register a "
                     "plain function."
                 )
+            runs_on = self._runs_on(algorithm)
+            if runs_on != algorithm:
+                raise InvalidInputError(f"{algorithm} runs on the kernels of {runs_on}: register a kernel for that.")
             if algorithm in BUILTIN:
                 self._load(algorithm)
             stated = self._stated(algorithm, backend, support)
@@ -199,9 +203,15 @@ class KernelRegistry:
         """Every implementation of an algorithm, the first choice first."""
         if algorithm not in self.list_algorithms():
             raise InvalidInputError(f"algorithm is {algorithm!r}; expected one of {', '.join(self.list_algorithms())}.")
+        algorithm = self._runs_on(algorithm)
         if algorithm in BUILTIN:
             self._load(algorithm)
         return sorted(self._entries.get(algorithm, []), key=lambda entry: -entry.priority)
+
+    def _runs_on(self, algorithm: str) -> str:
+        """The algorithm whose kernels an operation runs on: its own, for most."""
+        operation = self.operation(algorithm)
+        return (operation.runs_on if operation else "") or algorithm
 
     def operation(self, algorithm: str) -> Any:
         """The operation of that name, None for an algorithm that only users' kernels implement."""

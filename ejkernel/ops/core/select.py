@@ -128,7 +128,7 @@ def decide(
     """
     request = Request(device, call.dtype, call.head_dims, call.features, gradients)
     without_gradients = Request(device, call.dtype, call.head_dims, call.features)
-    entries = kernel_registry.list_implementations(call.operation)
+    entries = kernel_registry.list_implementations(call.algorithm)
     refused: dict[Implementation, tuple[str, ...]] = {}
     for entry in entries:
         pin = pins.refusal(entry, device)
@@ -136,6 +136,8 @@ def decide(
         reasons = [pin] if pin else entry.support.refusals(request if alone else without_gradients)
         if direction == "backward" and entry.whole and not pin:
             reasons.append("is differentiated only as a whole")
+        elif call.runs_on and entry.whole and not pin:
+            reasons.append(f"has no forward and backward of its own, which {call.operation} is made of")
         if reasons:
             refused[entry] = tuple(reasons)
     admissible = [entry for entry in entries if entry not in refused]
