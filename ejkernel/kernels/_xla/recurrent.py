@@ -109,7 +109,8 @@ class _Direction:
             if t is None:
                 gate = projected[..., first : first + size]
             else:
-                gate = lax.dynamic_slice(projected, (0, t, first), (self.batch, 1, size))[:, 0]
+                at = (jnp.int32(0), t, jnp.int32(first))
+                gate = lax.dynamic_slice(projected, at, (self.batch, 1, size))[:, 0]
             result.append(gate if bias is None else gate + bias[first : first + size].astype(self.acc))
         return tuple(result)
 
