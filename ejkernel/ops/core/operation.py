@@ -264,7 +264,8 @@ class Operation:
             spec = (*jax.typeof(arrays[0]).sharding.spec, *[None] * arrays[0].ndim)[: arrays[0].ndim]
             specs = self.result_specs(arguments, spec)
             shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, jax.P))
-            execute = jax.sharding.auto_axes(execute, out_sharding=shardings)
+            explicit = tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t is AxisType.Explicit)
+            execute = jax.sharding.auto_axes(execute, axes=explicit, out_sharding=shardings)
         return execute(traced)
 
     def bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
