@@ -178,7 +178,6 @@ class Recurrent(Operation):
 
     def _check_weights(self, weights: Any, inputs: Any, spec: RecurrentSpec) -> int:
         """Refuse wrong weights; the hidden size."""
-        gates = GATES[spec.cell]
         suffixes = ("", "_reverse")[: len(spec.directions)]
         required = [name + suffix for suffix in suffixes for name in MATRICES]
         allowed = required + [name + suffix for suffix in suffixes for name in BIASES]
@@ -196,25 +195,24 @@ class Recurrent(Operation):
         first = weights["weight_hh"]
         _check.array("weights['weight_hh']", first, "[gates·hidden, hidden]", ranks=(2,), kinds=(jnp.floating,))
         size = first.shape[1]
-        rows = gates * size
         if size == 0:
             _check.fail("weights['weight_hh']", first, "a hidden size of at least 1")
-        for name in allowed:
-            if weights.get(name) is None:
-                continue
-            shape = (
-                (rows,)
-                if name.startswith("bias")
-                else (rows, inputs.shape[2] if name.startswith("weight_ih") else size)
-            )
-            layout = f"{list(shape)} ({gates} gates of hidden size {size})"
-            label = f"weights[{name!r}]"
-            _check.array(label, weights[name], layout, ranks=(len(shape),), kinds=(jnp.floating,))
-            if weights[name].shape != shape:
-                _check.fail(label, weights[name], layout)
-            if weights[name].dtype != inputs.dtype:
-                _check.fail(label, weights[name], f"the inputs' dtype, {inputs.dtype}: cast one of them")
+        # The recurrent weights first: they say what the hidden size is.
+        for name in sorted(weights, key=lambda name: name != "weight_hh"):
+            if weights[name] is not None:
+                self._check_weight(name, weights[name], inputs, GATES[spec.cell], size)
         return size
+
+    def _check_weight(self, name: str, weight: Any, inputs: Any, gates: int, size: int) -> None:
+        columns = {"weight_ih": (inputs.shape[2],), "weight_hh": (size,)}
+        shape = (gates * size, *columns.get(name.removesuffix("_reverse"), ()))
+        label = f"weights[{name!r}]"
+        layout = f"{list(shape)} ({gates} gates of hidden size {size})"
+        _check.array(label, weight, layout, ranks=(len(shape),), kinds=(jnp.floating,))
+        if weight.shape != shape:
+            _check.fail(label, weight, layout)
+        if weight.dtype != inputs.dtype:
+            _check.fail(label, weight, f"the inputs' dtype, {inputs.dtype}: cast one of them")
 
     def _check_hidden(self, hidden: Any, inputs: Any, size: int, spec: RecurrentSpec) -> None:
         if hidden is None:
