@@ -62,9 +62,7 @@ def grouped_matmul(
         [ 2. 20. 20. 20.  0.]
     """
     operation = OPERATION if group_sizes is None else _RAGGED
-    return operation(
-        (a, b, group_sizes, group_offset), (transpose_b, preferred_element_type, platform, backend)
-    )
+    return operation((a, b, group_sizes, group_offset), (transpose_b, preferred_element_type, platform, backend))
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,9 @@ class GroupedMatmul(Operation):
         held, named = b.shape[0], sizes.shape[0]
         if offset is None:
             if named != held:
-                _check.fail("group_sizes", sizes, f"one size a group of b, {held}; with group_offset it names all groups")
+                _check.fail(
+                    "group_sizes", sizes, f"one size a group of b, {held}; with group_offset it names all groups"
+                )
             return
         offset = np.asarray(offset) if isinstance(offset, int) else offset
         _check.array("group_offset", offset, "one integer", ranks=(0,), kinds=(jnp.integer,))

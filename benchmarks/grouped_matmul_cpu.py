@@ -1,0 +1,173 @@
+"""grouped_matmul on XLA beside jax.lax.ragged_dot, torch and one dense product, on a CPU: ratios within one process.
+
+    python benchmarks/grouped_matmul_cpu.py [--out benchmarks/results/grouped_matmul_cpu.json]
+
+float32, M = 4096, K = N = 512; random group sizes, so that no group starts at a multiple of a tile. torch is measured if
+it is installed: a loop over the groups in Python, with sizes that it knows beforehand. The dense product is
+``[M, K] · [K, N]``, the work of all groups together. Everything takes turns; the best of several rounds counts.
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from ejkernel import grouped_matmul
+
+M, K, N = 4096, 512, 512
+# Between runs: torch's threads spin for a while after their work, and would slow whoever comes next.
+PAUSE = 0.3
+DIRECTIONS = ("forward", "forward+backward")
+
+
+def best_of(runs, rounds):
+    """Seconds of each run's best round, the runs taking turns."""
+    best = dict.fromkeys(runs, float("inf"))
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            time.sleep(PAUSE)
+            for _ in range(3):
+                start = time.perf_counter()
+                run()
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def sizes(groups, kind, seed=0):
+    """Random group sizes that sum to M: all alike in the mean, or falling as 1 / rank."""
+    weights = np.ones(groups) if kind == "uniform" else 1 / np.arange(1, groups + 1)
+    rng = np.random.default_rng(seed)
+    return rng.permutation(rng.multinomial(M, weights / weights.sum())).astype(np.int32)
+
+
+def inputs(groups):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((M, K), (groups, K, N), (M, N))
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+
+def jax_run(f, direction, a, b, dout, *rest):
+    """A timed call of ``f(a, b, *rest)``; the backward pulls a random cotangent back to a and b."""
+    if direction == "forward":
+        jitted = jax.jit(f)
+        return lambda: jax.block_until_ready(jitted(a, b, *rest))
+
+    @jax.jit
+    def both(a, b, dout, *rest):
+        out, pull = jax.vjp(lambda a, b: f(a, b, *rest), a, b)
+        return out, pull(dout)
+
+    return lambda: jax.block_until_ready(both(a, b, dout, *rest))
+
+
+def ragged_dot(a, b, group_sizes):
+    return jax.lax.ragged_dot(a, b, group_sizes, precision=jax.lax.Precision.HIGHEST)
+
+
+def dense(a, b):
+    return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def torch_run(direction, a, b, dout, group_sizes):
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_num_threads(os.cpu_count())
+    a, b, dout = (torch.tensor(np.asarray(x)) for x in (a, b, dout))
+    lengths = group_sizes.tolist()
+
+    def product(a, b):
+        return torch.cat([rows @ matrix for rows, matrix in zip(a.split(lengths), b, strict=True)])
+
+    def forward():
+        with torch.no_grad():
+            product(a, b)
+
+    leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+    return forward if direction == "forward" else lambda: torch.autograd.grad(product(*leaves), leaves, dout)
+
+
+def peers(rounds, groups=16):
+    """Ours beside the others."""
+    a, b, dout = inputs(groups)
+    rows = []
+    for kind in ("uniform", "skewed"):
+        group_sizes = sizes(groups, kind)
+        for direction in DIRECTIONS:
+            runs = {
+                "ejkernel": jax_run(grouped_matmul, direction, a, b, dout, group_sizes),
+                "ragged_dot": jax_run(ragged_dot, direction, a, b, dout, group_sizes),
+                "dense": jax_run(dense, direction, a, b[0], dout),
+                "torch_loop": torch_run(direction, a, b, dout, group_sizes),
+            }
+            times = best_of({name: run for name, run in runs.items() if run}, rounds)
+            row = {"case": f"{groups} groups, {kind}, {direction}", **{f"{n}_ms": t * 1e3 for n, t in times.items()}}
+            row["faster_than_ragged_dot"] = times["ragged_dot"] / times["ejkernel"]
+            row["time_over_dense"] = times["ejkernel"] / times["dense"]
+            if "torch_loop" in times:
+                row["time_over_torch_loop"] = times["ejkernel"] / times["torch_loop"]
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def by_groups(rounds, counts=(4, 16, 64)):
+    """The time as the number of groups grows."""
+    rows = []
+    for kind in ("uniform", "skewed"):
+        for direction in DIRECTIONS:
+            runs = {
+                groups: jax_run(grouped_matmul, direction, *inputs(groups), sizes(groups, kind)) for groups in counts
+            }
+            times = best_of(runs, rounds)
+            row = {"case": f"{kind}, {direction}", **{f"{n}_groups_ms": t * 1e3 for n, t in times.items()}}
+            row["slowest_over_fastest"] = max(times.values()) / min(times.values())
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        import torch
+    except ImportError:
+        torch = None
+    result = {
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "torch": torch.__version__ if torch else None,
+        },
+        "machine": {"cpu": jax.devices()[0].device_kind, "processor": _processor(), "cores": os.cpu_count()},
+        "peers": peers(options.rounds),
+        "by_groups": by_groups(options.rounds),
+    }
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _processor():
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    main()
