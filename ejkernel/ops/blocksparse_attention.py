@@ -90,15 +90,20 @@ def blocksparse_attention(
         >>> blocksparse_attention(x, x, x, patterns.local(1)(8, 8), block_size=32).shape
         (1, 256, 2, 8)
     """
-    values = concrete(sparsity_mask)
-    if values is not None:
-        grid = _check_grid(query, key, value, sparsity_mask, block_size)
-        window = _window(causal, sliding_window, max(grid.lengths))
-        sparsity_mask = Listed(values, _list_on_host(values, grid, window))
+    mask = _listed(query, key, value, sparsity_mask, block_size, causal, sliding_window)
     return OPERATION(
-        (query, key, value, sparsity_mask, softmax_aux, q_segment_ids, kv_segment_ids),
+        (query, key, value, mask, softmax_aux, q_segment_ids, kv_segment_ids),
         (block_size, causal, sliding_window, softmax_scale, logits_soft_cap, return_lse, platform, backend),
     )
+
+
+def _listed(query: Any, key: Any, value: Any, mask: Any, block_size: Any, causal: Any, sliding_window: Any) -> Any:
+    """A mask that has values with the list of its blocks; another as it is."""
+    values = concrete(mask)
+    if values is None:
+        return mask
+    grid = _check_grid(query, key, value, mask, block_size)
+    return Listed(values, _list_on_host(values, grid, _window(causal, sliding_window, max(grid.lengths))))
 
 
 def _window(causal: Any, sliding_window: Any, longest: int) -> Window:
@@ -264,6 +269,14 @@ class BlockSparseAttention(Operation):
     }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"blocks", "softmax_aux"})
+
+    def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Lists become tuples, and a mask that has values gets its list of blocks."""
+        arguments = super().normalise(arguments)
+        if "sparsity_mask" in arguments:
+            names = ("query", "key", "value", "sparsity_mask", "block_size", "causal", "sliding_window")
+            arguments["sparsity_mask"] = _listed(*(arguments[name] for name in names))
+        return arguments
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
