@@ -1,9 +1,12 @@
 """Write the parts of the docs that come from the code: the feature tables, read from each kernel's Support.
 
+`features.md` is written whole; a page in `operations/` gets its table after a line `<!-- features: NAME -->`.
+
 python docs/generate.py            write
 python docs/generate.py --check    fail if a file is not current
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -21,8 +24,6 @@ def feature_table(algorithm: str) -> str:
         return f"| {label} | " + " | ".join(cells) + " |"
 
     lines = [
-        f"## {algorithm}",
-        "",
         row("", [f"{e.platform.value}, {e.backend.value}" for e in entries]),
         row("---", ["---"] * len(entries)),
         row("devices", [str(e.support.devices) for e in entries]),
@@ -47,22 +48,36 @@ def features() -> str:
         "Written by `make docs` from the kernels' own `Support` values, the same that selection reads."
         " What is not listed as a yes is refused, never ignored.\n"
     )
-    return "\n\n".join([head.rstrip(), *map(feature_table, algorithms)]) + "\n"
+    tables = [
+        f"## {name}\n\n{feature_table(name)}" for name in algorithms if not kernel_registry.operation(name).runs_on
+    ]
+    return "\n\n".join([head.rstrip(), *tables]) + "\n"
 
 
-PAGES = {"features.md": features}
+def operation_page(text: str) -> str:
+    """A page of an operation with its table filled in, up to the next blank line."""
+
+    def fill(match: re.Match) -> str:
+        operation = kernel_registry.operation(match[1])
+        return f"{match[0].splitlines()[0]}\n{feature_table(operation.runs_on or match[1])}\n"
+
+    return re.sub(r"^<!-- features: (\w+) -->\n(?:\|.*\n)*", fill, text, flags=re.MULTILINE)
+
+
+def pages() -> dict[Path, str]:
+    """Every page that has a part written here, as it should be."""
+    operations = sorted((HERE / "operations").glob("*.md"))
+    return {HERE / "features.md": features(), **{path: operation_page(path.read_text()) for path in operations}}
 
 
 def main() -> int:
     """Write, or check."""
     stale = []
-    for name, make in PAGES.items():
-        path, text = HERE / name, make()
-        if "--check" in sys.argv[1:]:
-            if not path.exists() or path.read_text() != text:
-                stale.append(name)
-        else:
+    for path, text in pages().items():
+        if "--check" not in sys.argv[1:]:
             path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            stale.append(str(path.relative_to(HERE)))
     if stale:
         print(f"docs/{', docs/'.join(stale)} not current: run `make docs`", file=sys.stderr)
     return bool(stale)

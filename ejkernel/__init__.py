@@ -36,7 +36,7 @@ _HOMES = {
 
 _PACKAGES = ("callib", "errors", "lab", "ops", "patterns", "utils", "xla_utils")
 
-__all__ = sorted(_HOMES)
+__all__ = sorted([*_HOMES, "patterns"])
 
 if TYPE_CHECKING:
     from ejkernel import patterns

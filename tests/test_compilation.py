@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from examples import all_examples
 
 from ejkernel import flash_attention
 
@@ -57,6 +58,48 @@ def test_xla_flash_attention_compiles_for_tpus(topology, name):
     seen = json.loads(result.stdout.splitlines()[-1])
     assert seen["name"] == name
     assert seen["temporary"] < 256 * 2**20
+
+
+_EVERY_OPERATION = """
+import json, sys
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from ejkernel import target
+import examples
+device = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0]
+where = SingleDeviceSharding(device)
+compiled = []
+for example in {e.operation: e for e in examples.all_examples()}.values():
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), example.arrays())
+    names = [name for name in example.differentiable if name in arrays]
+
+    def gradients(arrays):
+        def loss(floats):
+            return jax.tree.leaves(example.run({**arrays, **floats}))[0].sum()
+        return jax.grad(loss)({name: arrays[name] for name in names})
+
+    with target(device):
+        jax.jit(gradients).lower(arrays).compile()
+    compiled.append(example.operation)
+print(json.dumps(compiled))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_every_operation_compiles_for_tpus():
+    here = os.path.dirname(__file__)
+    path = os.pathsep.join([here, os.path.dirname(here), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **TPU_ENVIRONMENT, "XLA_FLAGS": "", "PYTHONPATH": path}
+    result = subprocess.run(
+        [sys.executable, "-c", _EVERY_OPERATION, "v5e:2x2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert set(json.loads(result.stdout.splitlines()[-1])) == {example.operation for example in all_examples()}
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])

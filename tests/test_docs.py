@@ -60,6 +60,18 @@ def test_readme():
         assert command in text
 
 
+@pytest.mark.parametrize("name", [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)])
+def test_operation_pages(name):
+    page = ROOT / "docs" / "operations" / f"{name}.md"
+    blocks = python_blocks(page)
+    assert blocks
+    assert f"<!-- features: {name} -->\n|" in page.read_text()
+    scope = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in blocks:
+            exec(block, scope)
+
+
 def test_generated_pages_are_current():
     result = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, timeout=120
@@ -68,7 +80,7 @@ def test_generated_pages_are_current():
 
 
 def test_links_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -347,6 +347,27 @@ def test_a_window_ends_the_ring_early(counted):
     assert len(re.findall(r" collective-permute(?:-start)?\(", text)) == 2
 
 
+def test_a_kernel_registered_later_takes_its_turn():
+    arrays, mesh = make(length=24), ring_of(2)
+    before = ring_attention(**arrays, mesh=mesh)
+
+    class Zero:
+        def forward(self, arrays, spec, params):
+            query = arrays["query"]
+            return jnp.zeros_like(query), jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
+
+        def backward(self, *_):
+            raise NotImplementedError
+
+    kernel = Zero()
+    kernel_registry.register("flash_attention", "cuda", "any", support=Support.everything(), priority=99)(kernel)
+    try:
+        assert (ring_attention(**arrays, mesh=mesh) == 0).all()
+    finally:
+        kernel_registry.unregister(kernel)
+    np.testing.assert_array_equal(ring_attention(**arrays, mesh=mesh), before)
+
+
 def test_ring_shard_round_trip():
     x = np.arange(2 * 24 * 3).reshape(2, 24, 3)
     for layout in ("contiguous", "zigzag"):

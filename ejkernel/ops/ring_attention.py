@@ -24,9 +24,10 @@ from ejkernel.ops.attention import (
     segment_pair,
     window_words,
 )
+from ejkernel.ops.config import chain
 from ejkernel.ops.core.checks import Checker, is_array
 from ejkernel.ops.core.operation import Call, Cost, Operation
-from ejkernel.ops.core.registry import Implementation
+from ejkernel.ops.core.registry import Implementation, kernel_registry
 from ejkernel.ops.core.support import Backend, Platform
 from ejkernel.ops.flash_attention import FlashSpec
 
@@ -93,13 +94,15 @@ def ring_attention(
     statics = tuple(tuple(x) if isinstance(x, list) else x for x in statics)
     if mesh is not None:
         _check_mesh(mesh, statics[0], query, layout)
-        return _over_mesh(mesh, statics, tuple(x is not None for x in arrays))(arrays)
+        # What a kernel is chosen by is part of the key, as it is of a call's own.
+        circumstances = (kernel_registry.generation, chain.environment())
+        return _over_mesh(mesh, statics, tuple(x is not None for x in arrays), circumstances)(arrays)
     _axis_size(statics[0])
     return OPERATION(arrays, statics)
 
 
 @functools.lru_cache(maxsize=256)
-def _over_mesh(mesh: Any, statics: tuple, given: tuple[bool, ...]) -> Any:
+def _over_mesh(mesh: Any, statics: tuple, given: tuple[bool, ...], circumstances: tuple) -> Any:
     """The operation under ``shard_map``, for arrays that are whole."""
     axis = statics[0]
     by_length = PartitionSpec(None, axis)
