@@ -176,7 +176,8 @@ class GroupedMatmul(Operation):
                 _check.fail("preferred_element_type", preferred, known)
             if jax.dtypes.canonicalize_dtype(result) != result:
                 _check.fail("preferred_element_type", preferred, "at most 32 bits: jax_enable_x64 is off")
-        return GroupedSpec(transpose, result, jnp.promote_types(jnp.promote_types(dtype, jnp.float32), result))
+        accumulator = jnp.dtype("float64" if "float64" in (dtype.name, result.name) else "float32")
+        return GroupedSpec(transpose, result, accumulator)
 
     def check_values(self, arguments: dict[str, Any]) -> None:
         """Sizes are at least 0 and fit the rows; the groups of b are among those that have sizes."""
@@ -190,18 +191,16 @@ class GroupedMatmul(Operation):
             # Each by itself too: their sum might not fit its integer.
             if rows is not None and sizes.size and (sizes.max() > rows or sizes.sum(dtype=np.int64) > rows):
                 _check.fail("group_sizes", given, f"sizes that sum to at most the rows of a, {rows}; {shown}")
-        first = offset if isinstance(offset, int) else concrete(offset)
-        ranked = is_array(given) and len(given.shape) == 1 and is_array(b) and len(b.shape) == 3
-        if first is None or isinstance(first, bool) or not ranked:
+        first = _index(offset)
+        if first is None or not is_array(given) or len(given.shape) != 1 or not is_array(b) or len(b.shape) != 3:
             return
-        if np.ndim(first) == 0 and np.issubdtype(np.asarray(first).dtype, np.integer):
-            last = given.shape[0] - b.shape[0]
-            if last >= 0 and not 0 <= first <= last:
-                _check.fail(
-                    "group_offset",
-                    int(first),
-                    f"an index from 0 to {last}: group_sizes names {given.shape[0]} groups, of which b holds {b.shape[0]}",
-                )
+        named, held = given.shape[0], b.shape[0]
+        if not 0 <= first <= max(0, named - held):
+            _check.fail(
+                "group_offset",
+                first,
+                f"an index from 0 to {max(0, named - held)}: group_sizes names {named} groups, of which b holds {held}",
+            )
 
     def prepare(self, arguments: dict[str, Any], spec: GroupedSpec) -> dict[str, Array]:
         """The kernels' arrays; see the class."""
@@ -211,7 +210,7 @@ class GroupedMatmul(Operation):
         bounds = _bounds(sizes, a.shape[0])
         if offset is not None:
             # Groups that nobody named, by a traced offset out of range, are empty.
-            first = jnp.clip(offset, -b.shape[0], sizes.shape[0]).astype(jnp.int32)
+            first = _clipped(jnp.asarray(offset), -b.shape[0], sizes.shape[0])
             bounds = bounds.at[first + jnp.arange(b.shape[0] + 1, dtype=jnp.int32)].get(
                 mode="clip", wrap_negative_indices=False
             )
@@ -277,13 +276,28 @@ class RaggedMatmul(GroupedMatmul):
         return False
 
 
+def _index(offset: Any) -> int | None:
+    """The value of an integer that has one."""
+    if isinstance(offset, int):
+        return None if isinstance(offset, bool) else offset
+    value = concrete(offset)
+    return int(value) if value is not None and value.ndim == 0 and np.issubdtype(value.dtype, np.integer) else None
+
+
 def _bounds(sizes: Array, rows: int) -> Array:
     """``[groups + 1]``, int32: where each group starts, and where the last one ends; from 0 to ``rows``."""
-    wide = sizes if sizes.dtype.itemsize >= 4 else sizes.astype(jnp.int32)
-    sizes = jnp.clip(wide, 0, rows).astype(jnp.int32)
+    sizes = _clipped(sizes, 0, rows)
     # A sum that stops at the number of rows, for the sum of many traced sizes may not fit its integer.
     ends = lax.associative_scan(lambda x, y: y + jnp.minimum(x, rows - y), sizes)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+
+
+def _clipped(x: Array, low: int, high: int) -> Array:
+    """As int32, clipped first where that would not hold its values, and widened first where its dtype lacks the limits."""
+    if x.dtype.itemsize < 4:
+        x = x.astype(jnp.int32)
+    unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
+    return jnp.clip(x, max(low, 0) if unsigned else low, high).astype(jnp.int32)
 
 
 def _power_of_two(size: int) -> int:
