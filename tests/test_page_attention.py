@@ -12,6 +12,8 @@ from examples import all_examples
 from examples_page_attention import make, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from test_jit import count_traces
 from tolerances import assert_close
 
@@ -331,8 +333,8 @@ def test_memory_of_cache_gradients_is_that_of_the_caches(walk):
     assert many < 3 * cache < gathered
 
 
-def test_nothing_of_the_pages_is_stored_all_at_once():
-    """Accelerators take all sequences a step: the gather of their pages is fused into the products."""
+def test_a_cpu_stores_no_pages_of_all_sequences():
+    """The gather of a step's pages is fused into the products."""
     shape = jax.ShapeDtypeStruct
     cache = shape((64, 2, 16, 32), jnp.float32)
     args = shape((4, 4, 32), jnp.float32), cache, cache, shape((4,), jnp.int32), shape((4, 64), jnp.int32)
@@ -434,6 +436,42 @@ def test_vmap_over_queries_folds_into_the_batch():
     assert "tensor<6x2x8xf32>" in text
     assert OPERATION.folds(frozenset({"query", "context_lens", "block_tables", "k_scale", "softmax_aux"}))
     assert not OPERATION.folds(frozenset({"query", "value_cache"}))
+
+
+@pytest.mark.parametrize("walk", ["one_by_one_4", "all_at_once_4"])
+def test_inside_shard_map(walk):
+    """Sequences over one axis, heads over another; pages that devices share get the gradients of all."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    arrays = arrays_of([20, 7, 9, 0], group=2, sinks="own", scales="own", shared=[(2, 0, 2)])
+    specs = {
+        "query": P("data", "model"),
+        "key_cache": P(None, "model"),
+        "value_cache": P(None, "model"),
+        "context_lens": P("data"),
+        "block_tables": P("data"),
+        "softmax_aux": P("model"),
+        "k_scale": P("model"),
+        "v_scale": P("model"),
+    }
+
+    def loss(arrays):
+        out, lse = page_attention(**arrays, return_lse=True)
+        return (out**2).sum() + lse.sum()
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(specs,), out_specs=P())
+    def mapped(arrays):
+        return jax.lax.psum(loss(arrays), ("data", "model"))
+
+    def gradients(f):
+        return jax.value_and_grad(lambda floats: f({**arrays, **floats}))(floats_of(arrays))
+
+    with overlay(page_attention=WALKS[walk]):
+        value, grads = gradients(mapped)
+        expected, expected_grads = gradients(loss)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for name in grads:
+        assert_close(grads[name], expected_grads[name], "float32", gradient=True, what=name)
 
 
 Q, C = jnp.ones((2, 4, 8)), jnp.ones((6, 2, 4, 8))

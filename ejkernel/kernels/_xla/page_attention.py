@@ -5,9 +5,9 @@ Dimension names: ``b`` sequences, ``s`` splits of a context, ``n`` pages a step,
 
 - ``OneByOne``: sequence after sequence, several pages a step, copied side by side and multiplied by matrix products. The
   work is that of the sum of lengths. For one CPU.
-- ``AllAtOnce``: every sequence in each step. Products are multiplications and sums, into which XLA fuses the gather of the
-  pages: nothing of them is stored. The work is that of the longest context. For accelerators, and for arrays that are
-  spread over devices.
+- ``AllAtOnce``: every sequence in each step. Products are multiplications and sums: a CPU's compiler fuses the gather of the
+  pages into them, others may store a step's pages, so a step is kept small. The work is that of the longest context. For
+  accelerators, and for arrays that are spread over devices.
 
 Keys and values are converted to the dtype of the accumulators as they are read. Their scales are applied to the query and to
 the output, never to a page.
@@ -33,9 +33,10 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 TOKENS_PER_STEP = 256
 PAGES_PER_STEP = 8
 MOST_PAGES_PER_STEP = 32
-# All at once: logits, or numbers of gradients, held by one step over all sequences and heads.
-HELD_PER_STEP = 2**21
-# Pages of a backward step that are compared with each other to find shared blocks.
+# All at once: numbers in the pages of one step, by the kind of device. Longer steps gain at most a quarter on an H200.
+HELD_PER_STEP = {"gpu": 2**23}
+HELD_ELSEWHERE = 2**21
+# A backward step's pages are compared with each other to find shared blocks: so many at most.
 COMPARED_PER_STEP = 64
 
 
@@ -293,7 +294,7 @@ class AllAtOnce(Pages):
         return Place(self.safe_blocks(entries, owned), owned, seen)
 
     def read(self, cache: Array, place: Place) -> Array:
-        """``[b, s, n, h, t, d]``, to be fused into what it is multiplied by."""
+        """``[b, s, n, h, t, d]``."""
         pages = cache[0].at[place.blocks].get(mode="promise_in_bounds")
         return pages.astype(self.acc)
 
@@ -469,14 +470,14 @@ class XlaPageAttention:
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Sequences (``q_blocksize``) and tokens (``kv_blocksize``) a step where nothing was tuned."""
         cls = FwdParams if direction == "forward" else BwdParams
-        batch, heads, _ = shapes["query"].shape
+        batch = shapes["query"].shape[0]
         _, _, kv_heads, block_size, dim = shapes["key_cache"].shape
         if device.kind == "cpu" and device.shared_by == 1:
             return cls(q_blocksize=1, kv_blocksize=max(block_size, min(TOKENS_PER_STEP, PAGES_PER_STEP * block_size)))
-        tokens = HELD_PER_STEP // (batch * heads)
+        held = HELD_PER_STEP.get(device.kind, HELD_ELSEWHERE) if direction == "forward" else HELD_ELSEWHERE
+        tokens = held // (batch * kv_heads * dim)
         if direction == "backward":
-            # Gradients of a step's pages are held; where sequences share blocks, each is compared with all others.
-            tokens = min(HELD_PER_STEP // (batch * kv_heads * dim), COMPARED_PER_STEP * block_size // batch)
+            tokens = min(tokens, COMPARED_PER_STEP * block_size // batch)
         longest = shapes["block_tables"].shape[1] * block_size
         return cls(q_blocksize=max(2, batch), kv_blocksize=max(block_size, min(tokens, longest)))
 
