@@ -25,6 +25,7 @@ _HOMES = {
     "flash_attention": "ejkernel.ops.flash_attention",
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
     "kernel_registry": "ejkernel.ops.core.registry",
+    "mean_pooling": "ejkernel.ops.mean_pooling",
     "overlay": "ejkernel.ops.core.context",
     "page_attention": "ejkernel.ops.page_attention",
     "recurrent": "ejkernel.ops.recurrent",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 
+    from ejkernel.ops.mean_pooling import mean_pooling
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"ejkernel.{name}")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels._xla import cells
+from ejkernel.kernels._xla.bits import from_bits, to_bits
 from ejkernel.kernels.varying import vary_over, varying_axes
 from ejkernel.ops.core.registry import kernel_registry
 from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
@@ -141,14 +142,14 @@ class _Direction:
             new = self.cell.step(*gates, state)
             (shown,) = self.only_alive(t, new[:1], (jnp.zeros_like(new[0]),))
             new = self.only_alive(t, new, state)
-            outputs = _put(outputs, _bits(shown.astype(self.dtype)), t)
+            outputs = _put(outputs, to_bits(shown.astype(self.dtype)), t)
             return new, outputs, tuple(_put(k, s, t) for k, s in zip(kept, new[1:], strict=True))
 
         rows = (self.batch, self.steps, self.hidden)
         kept = tuple(self.zeros(rows) for _ in self.start[1:])
-        start = (self.start, _bits(self.zeros(rows, self.dtype)), kept)
+        start = (self.start, to_bits(self.zeros(rows, self.dtype)), kept)
         state, outputs, kept = _loop(self.steps, step, start)
-        return lax.bitcast_convert_type(outputs, self.dtype), tuple(s.astype(self.dtype) for s in state), kept[0] if kept else None
+        return from_bits(outputs, self.dtype), tuple(s.astype(self.dtype) for s in state), kept[0] if kept else None
 
     def before(self, array: Array, start: Array) -> Array:
         """The states that each step started from, given those it ended with."""
@@ -180,13 +181,13 @@ class _Direction:
             *dgates, rest = pull((dstate[0] + _at(dout, t).astype(self.acc), *dstate[1:]))
             dzs = [jnp.concatenate(dz, axis=-1).astype(self.dtype) for dz in dgates]
             through = _dot(dzs[-1], self.weights["weight_hh"], 0, self.acc)
-            stored = tuple(_put(buffer, _bits(dz), t) for buffer, dz in zip(stored, dzs, strict=True))
+            stored = tuple(_put(buffer, to_bits(dz), t) for buffer, dz in zip(stored, dzs, strict=True))
             return self.only_alive(t, (rest[0] + through, *rest[1:]), dstate), stored
 
         dfinal = tuple(d.astype(self.acc) for d in dfinal)
-        start = (dfinal, tuple(_bits(self.zeros(z.shape, self.dtype)) for z in zs))
+        start = (dfinal, tuple(to_bits(self.zeros(z.shape, self.dtype)) for z in zs))
         dstart, dzs = _loop(self.steps, step, start)
-        dzs = [self.blank(lax.bitcast_convert_type(dz, self.dtype)) for dz in dzs]
+        dzs = [self.blank(from_bits(dz, self.dtype)) for dz in dzs]
         dzs = [dz.reshape(self.batch * self.steps, -1) for dz in dzs]
         dinputs = self._input_gradient(dzs[0]) if "inputs" in wanted else None
         return dinputs, dstart, self._weight_gradients(dzs, factors) if "weights" in wanted else {}
@@ -239,11 +240,6 @@ def _at(array: Array, t: Array) -> Array:
 
 def _put(array: Array, row: Array, t: Array) -> Array:
     return lax.dynamic_update_index_in_dim(array, row, t, axis=1)
-
-
-def _bits(array: Array) -> Array:
-    """Half precision as integers, for what a loop updates: XLA's CPU code would convert all of a bfloat16 array, twice a step."""
-    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype.itemsize == 2 else array
 
 
 def _join(parts: Any) -> Array:

@@ -21,6 +21,7 @@ BUILTIN = {
     "blocksparse_attention": ("ejkernel.ops.blocksparse_attention", ("ejkernel.kernels._xla.blocksparse_attention",)),
     "flash_attention": ("ejkernel.ops.flash_attention", ("ejkernel.kernels._xla.flash_attention",)),
     "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
+    "mean_pooling": ("ejkernel.ops.mean_pooling", ("ejkernel.kernels._xla.mean_pooling",)),
     "page_attention": ("ejkernel.ops.page_attention", ("ejkernel.kernels._xla.page_attention",)),
     "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
     "ring_attention": ("ejkernel.ops.ring_attention", ()),
