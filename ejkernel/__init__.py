@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from ejkernel.ops.core.support import Backend, Platform, Support
     from ejkernel.ops.flash_attention import flash_attention
     from ejkernel.ops.grouped_matmul import grouped_matmul
+    from ejkernel.ops.mean_pooling import mean_pooling
     from ejkernel.ops.page_attention import page_attention
     from ejkernel.ops.recurrent import recurrent
     from ejkernel.ops.ring_attention import ring_attention, ring_shard, ring_unshard
     from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 
-    from ejkernel.ops.mean_pooling import mean_pooling
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"ejkernel.{name}")
