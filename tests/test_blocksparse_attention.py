@@ -166,6 +166,15 @@ def test_garbage_in_hidden_blocks_never_shows(entry, garbage, traced):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+def test_a_nan_that_is_seen_shows(entry):
+    q, k, v = inputs(48)
+    mask = np.eye(3, dtype=bool)
+    out = blocksparse_attention(q, k.at[0, 20].set(jnp.nan), v, mask, 16, platform=entry.platform)
+    assert jnp.isnan(out[:, 16:32]).all()
+    assert not jnp.isnan(out[:, :16]).any()
+
+
 def test_masks_that_keep_about_as_many_blocks_share_a_compilation(monkeypatch):
     traces = count_traces(monkeypatch)
     q, k, v = inputs(64)

@@ -238,6 +238,14 @@ def test_garbage_in_padding_never_shows():
     assert all(jnp.isfinite(grad).all() for grad in pull(out)[0].values())
 
 
+def test_a_nan_that_is_seen_shows():
+    arrays = make()
+    arrays["key"] = arrays["key"].at[:, 9].set(jnp.nan)
+    out = whole(arrays, 4)
+    assert jnp.isnan(out[:, 16:]).all()
+    assert not jnp.isnan(out[:, :8]).any()
+
+
 def compiled(n, length, gradients, **statics):
     mesh = ring_of(n)
     x = jax.ShapeDtypeStruct((1, n * length, 2, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "ring")))

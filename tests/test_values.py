@@ -176,6 +176,20 @@ def test_wide_segment_ids_stay_apart(entry):
     np.testing.assert_allclose(wide, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_nan_that_is_seen_shows(entry, name, sinks):
+    arrays, _ = Case("plain", frozenset({"sinks"} if sinks else ())).make()
+    arrays[name] = arrays[name].at[0, 7].set(jnp.nan)
+    out, lse = flash_attention(**arrays, **SMALL_BLOCKS, return_lse=True, platform=entry.platform)
+    rows = out[0, 7:8] if name == "query" else out[0]
+    assert jnp.isnan(rows).all()
+    assert not jnp.isnan(out[1]).any()
+    if name != "value":
+        assert jnp.isnan(lse[0, :, 7]).all()
+
+
 @every_example()
 def test_every_operation(entry, example):
     arrays = example.arrays()

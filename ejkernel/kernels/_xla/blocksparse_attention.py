@@ -289,8 +289,8 @@ def forward(arrays: dict[str, Any], spec: Any, params: Any) -> tuple[Array, Arra
 
         start = (*p.sink_state(tile), p.zeros((*p.rows, value.shape[3])))
         top, total, acc = p.walk(tile, lists, step, start)
-        block_out = p.from_rows(jnp.where(total[..., None] > 0, acc / total[..., None], 0).astype(query.dtype))
-        block_lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf).reshape(p.b, p.h * p.g, p.q_block)
+        block_out = p.from_rows(jnp.where(total[..., None] == 0, 0, acc / total[..., None]).astype(query.dtype))
+        block_lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total)).reshape(p.b, p.h * p.g, p.q_block)
         out_at, lse_at = (tile.b0, tile.q0, tile.q_head, 0), (tile.b0, tile.q_head, tile.q0)
         if p.q_len % p.q_block:
             own = tile.q0 + jnp.arange(p.q_block, dtype=jnp.int32) >= tile.first_row

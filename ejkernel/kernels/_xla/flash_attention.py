@@ -64,8 +64,8 @@ def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Ar
         top, total = p.sink_state(b0, h0, rows)
         start = (top, total, p.zeros((*rows, p.value_dim)))
         top, total, acc = visibility.walk(plan, tile, i, p.kv_block, p.kv_len, step, masked_step, start)
-        block_out = jnp.where(total[..., None] > 0, acc / total[..., None], 0).astype(query.dtype)
-        block_lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+        block_out = jnp.where(total[..., None] == 0, 0, acc / total[..., None]).astype(query.dtype)
+        block_lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
         out = store(out, p.from_rows(block_out), (b0, q0, h0 * p.g, 0))
         lse = store(lse, block_lse.reshape(p.b, p.h * p.g, p.q_block), (b0, h0 * p.g, q0))
         return out, lse

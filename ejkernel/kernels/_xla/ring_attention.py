@@ -138,8 +138,8 @@ def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array
     shift = jnp.where(top == -jnp.inf, 0, top)
     weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
     total = weight + other_weight
-    share = jnp.where(total > 0, other_weight / total, 0).swapaxes(1, 2)[..., None]
-    return out * (1 - share) + other * share, jnp.where(total > 0, shift + jnp.log(total), -jnp.inf)
+    share = jnp.where(total == 0, 0, other_weight / total).swapaxes(1, 2)[..., None]
+    return out * (1 - share) + other * share, jnp.where(total == 0, -jnp.inf, shift + jnp.log(total))
 
 
 def _split(arrays: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -161,7 +161,7 @@ def forward(arrays: dict[str, Array], ring: Ring, step: Callable) -> tuple[Array
             new, new_lse = step(part.of({**queries, **keys}), part.causal)
             rows = part.queries
             merged, merged_lse = merge(out[:, rows], lse[:, :, rows], new.astype(acc), new_lse)
-            return out.at[:, rows].set(merged), lse.at[:, :, rows].set(merged_lse)
+            return _replace(out, rows, merged, 1), _replace(lse, rows, merged_lse, 2)
 
         return compute
 
@@ -200,10 +200,12 @@ def backward(
             rows, columns = part.queries, part.keys
             cut = (out[:, rows], lse[:, :, rows], dout[:, rows], dlse[:, :, rows])
             new = pull(part.of({**queries, **keys}), part.causal, *cut)
-            return {
-                name: total.at[:, rows if name == "query" else columns].add(new[name].astype(acc))
-                for name, total in carry.items()
-            }
+
+            def added(name, total):
+                where = rows if name == "query" else columns
+                return _replace(total, where, total[:, where] + new[name].astype(acc), 1)
+
+            return {name: added(name, total) for name, total in carry.items()}
 
         return compute
 
@@ -233,6 +235,11 @@ def backward(
         slope = sum_last(out.astype(acc) * dout.astype(acc)).swapaxes(1, 2) - dlse
         grads["softmax_aux"] = sink_gradient(sinks, jnp.where(lse == -jnp.inf, 0, lse), slope)
     return grads
+
+
+def _replace(array: Array, where: slice, new: Array, axis: int) -> Array:
+    """An array with a slice of one axis replaced. (`array.at` makes a scatter, at which jax 0.11's partitioner crashes.)"""
+    return new if where == slice(None) else lax.dynamic_update_slice_in_dim(array, new, where.start or 0, axis)
 
 
 def _axes(ring: Ring) -> frozenset[str]:
