@@ -159,11 +159,6 @@ class PageAttention(Operation):
     gradients = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
     shareable = frozenset({"key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"})
 
-    def __call__(self, arrays: tuple, statics: tuple) -> Any:
-        """Which entries of a table are needed depends on the window, so the two are checked together."""
-        self._check_pages(dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True)))
-        return super().__call__(arrays, statics)
-
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, Python numbers arrays where arrays are meant."""
         arguments = super().normalise(arguments)
@@ -270,7 +265,7 @@ class PageAttention(Operation):
         if scale.shape not in ((), (kv_heads,)):
             _check.fail(name, scale, layout)
 
-    def _check_pages(self, a: dict[str, Any]) -> None:
+    def check_values(self, a: dict[str, Any]) -> None:
         """Concrete lengths must fit the table, and concrete entries that are needed must name a block."""
         lens, tables, cache = concrete(a["context_lens"]), concrete(a["block_tables"]), a["key_cache"]
         shapes = [len(x.shape) if is_array(x) else 0 for x in (a["context_lens"], a["block_tables"], cache)]

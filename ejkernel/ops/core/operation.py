@@ -140,7 +140,7 @@ class Operation:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
 
     def check_values(self, arguments: dict[str, Any]) -> None:
-        """Refuse wrong values of arrays that are concrete; most operations have none to check."""
+        """Refuse wrong values of arrays that are concrete, from all arguments by name; most operations have none to check."""
 
     def prepare(self, arguments: dict[str, Any], spec: Any) -> dict[str, Array]:
         """The arrays as kernels get them: canonical shapes, a batch axis (whole, or of size 1) in front of each."""
@@ -198,7 +198,7 @@ class Operation:
             return self(arrays, self._hashable(statics))
         if jitted is None:
             jitted = self._jitted[key] = self._make(statics, device)
-        self.check_values(dict(zip(self.arrays, arrays, strict=True)))
+        self.check_values(dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True)))
         try:
             return jitted(arrays)
         except TypeError:
