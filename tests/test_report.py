@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 
+from ejkernel import kernel_registry
 from ejkernel.lab import reference, report
 
 
@@ -34,11 +35,14 @@ def test_kernels_are_listed_with_reasons():
     assert {"operation": "flash_attention", "platform": "xla", "backend": "any", "runs": True} == {
         k: rows[0][k] for k in ("operation", "platform", "backend", "runs")
     }
+    operations = {name for name in kernel_registry.list_algorithms() if kernel_registry.operation(name)}
+    assert {row["operation"] for row in rows} == operations
 
 
 def test_command(monkeypatch, capsys):
     pytest.importorskip("typer")
-    from ejkernel.lab import cli
+    from ejkernel import kernel_registry
+from ejkernel.lab import cli
 
     monkeypatch.setattr(report, "best_time", lambda run, *args, rounds=1: 0.001)
     monkeypatch.setattr(sys, "argv", ["ejkernel", "report", "--quick", "--json"])

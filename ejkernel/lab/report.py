@@ -41,14 +41,38 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _plain_calls() -> dict[str, dict[str, Any]]:
+    """A plain call of each operation, abstract."""
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    x, cache = array(1, 128, HEADS, HEAD_DIM), array(32, HEADS, 16, HEAD_DIM)
+    attention = {"query": x, "key": x, "value": x}
+    place = {"context_lens": array(4, dtype=jnp.int32), "block_tables": array(4, 8, dtype=jnp.int32)}
+    return {
+        "flash_attention": attention,
+        "page_attention": {"query": array(4, HEADS, HEAD_DIM), "key_cache": cache, "value_cache": cache, **place},
+        "ring_attention": attention,
+        "blocksparse_attention": {**attention, "sparsity_mask": array(2, 2, dtype=jnp.bool_)},
+        "recurrent": {
+            "inputs": array(2, 16, 32),
+            "weights": {"weight_ih": array(4 * 64, 32), "weight_hh": array(4 * 64, 64)},
+        },
+        "mean_pooling": {"inputs": array(2, 128, 64)},
+        "grouped_matmul": {
+            "a": array(256, 64),
+            "b": array(4, 64, 64),
+            "group_sizes": array(4, dtype=jnp.int32),
+        },
+    }
+
+
 def kernels() -> list[dict[str, Any]]:
     """Every implementation, whether it can run a plain call here, and if not, why."""
-    x = jax.ShapeDtypeStruct((1, 128, HEADS, HEAD_DIM), jnp.float32)
     rows = []
-    for algorithm in kernel_registry.list_algorithms():
-        if kernel_registry.operation(algorithm) is None:
-            continue
-        for candidate in explain(algorithm, x, x, x).candidates:
+    for algorithm, arguments in _plain_calls().items():
+        for candidate in explain(algorithm, **arguments).candidates:
             rows.append(
                 {
                     "operation": algorithm,
