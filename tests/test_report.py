@@ -41,8 +41,7 @@ def test_kernels_are_listed_with_reasons():
 
 def test_command(monkeypatch, capsys):
     pytest.importorskip("typer")
-    from ejkernel import kernel_registry
-from ejkernel.lab import cli
+    from ejkernel.lab import cli
 
     monkeypatch.setattr(report, "best_time", lambda run, *args, rounds=1: 0.001)
     monkeypatch.setattr(sys, "argv", ["ejkernel", "report", "--quick", "--json"])
