@@ -40,7 +40,7 @@ docs: $(VENV)/.test  ## write the parts of the docs that come from the code
 	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.test  ## time the XLA kernels beside their peers (torch too, if it is installed)
-	$(BIN)/python benchmarks/attention_cpu.py
+	for benchmark in benchmarks/*_cpu.py; do $(BIN)/python $$benchmark || exit 1; done
 
 clean:
 	rm -rf $(VENV) .venv-* .cache .pytest_cache .ruff_cache build *.egg-info
