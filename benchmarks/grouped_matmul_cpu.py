@@ -124,16 +124,32 @@ def peers(rounds, groups=16):
 
 
 def by_groups(rounds, counts=(4, 16, 64)):
-    """The time as the number of groups grows."""
+    """The time as the number of groups grows, ours and torch's.
+
+    The gradient of b grows with it, to 64 MiB. Beside the whole stands the time that it takes to make an array of that
+    size, whatever is in it: past 32 MiB the C library asks the system for fresh pages each time.
+    """
     rows = []
     for kind in ("uniform", "skewed"):
         for direction in DIRECTIONS:
-            runs = {
-                groups: jax_run(grouped_matmul, direction, *inputs(groups), sizes(groups, kind)) for groups in counts
-            }
-            times = best_of(runs, rounds)
-            row = {"case": f"{kind}, {direction}", **{f"{n}_groups_ms": t * 1e3 for n, t in times.items()}}
-            row["slowest_over_fastest"] = max(times.values()) / min(times.values())
+            runs = {}
+            for groups in counts:
+                a, b, dout = inputs(groups)
+                group_sizes = sizes(groups, kind)
+                zeros = jax.jit(lambda shape=b.shape: jnp.zeros(shape))
+                runs["ejkernel", groups] = jax_run(grouped_matmul, direction, a, b, dout, group_sizes)
+                runs["torch_loop", groups] = torch_run(direction, a, b, dout, group_sizes)
+                runs["zeros_like_b", groups] = lambda zeros=zeros: zeros().block_until_ready()
+            times = best_of({name: run for name, run in runs.items() if run}, rounds)
+            row = {"case": f"{kind}, {direction}"}
+            row |= {f"{name}_{groups}_groups_ms": seconds * 1e3 for (name, groups), seconds in times.items()}
+            for name in ("ejkernel", "torch_loop"):
+                own = [times[name, groups] for groups in counts if (name, groups) in times]
+                if own:
+                    row[f"{name}_slowest_over_fastest"] = max(own) / min(own)
+            if direction != "forward":
+                less = [times["ejkernel", groups] - times["zeros_like_b", groups] for groups in counts]
+                row["ejkernel_slowest_over_fastest_less_zeros"] = max(less) / min(less)
             rows.append(row)
             print(row, flush=True)
     return rows

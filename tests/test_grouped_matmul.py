@@ -41,6 +41,7 @@ WRONG = [
     ("preferred_element_type", {"preferred_element_type": jnp.float8_e4m3fn}, ["float8", "bfloat16"]),
     ("preferred_element_type", {"preferred_element_type": jnp.float64}, ["jax_enable_x64"]),
     ("group_offset", {"group_offset": 0}, ["None without group_sizes"]),
+    ("group_offset", {"group_offset": 2**70}, ["None without group_sizes"]),
     ("a", {**RAGGED, "a": A4}, ["4 dimensions", "[m, k]", "beside group_sizes"]),
     ("b", {**RAGGED, "b": B4}, ["4 dimensions", "[groups, k, n]"]),
     ("b", {**RAGGED, "b": B[:, :3]}, ["k of a, 4"]),

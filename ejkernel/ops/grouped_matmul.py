@@ -27,7 +27,7 @@ def grouped_matmul(
     b: Float[AnyArray, "..."],
     group_sizes: Integer[AnyArray, " all_groups"] | None = None,
     *,
-    group_offset: int | Integer[AnyArray, ""] | None = None,
+    group_offset: int | np.integer | Integer[AnyArray, ""] | None = None,
     transpose_b: bool | np.bool_ = False,
     preferred_element_type: Any = None,
     platform: Platform | str | None = None,
@@ -182,6 +182,8 @@ class GroupedMatmul(Operation):
     def check_values(self, arguments: dict[str, Any]) -> None:
         """Sizes are at least 0 and fit the rows; the groups of b are among those that have sizes."""
         a, b, given, offset = (arguments[name] for name in self.arrays)
+        if given is None:
+            self._check_groups(b, given, offset)
         sizes = concrete(given)
         if sizes is not None and sizes.ndim == 1 and np.issubdtype(sizes.dtype, np.integer):
             shown = f"they are {np.array2string(sizes, threshold=8)}"

@@ -1,0 +1,89 @@
+"""grouped_matmul on XLA beside jax.lax.ragged_dot and one dense product of the same work, on a GPU.
+
+    python benchmarks/grouped_matmul_gpu.py [--out benchmarks/results/grouped_matmul_gpu.json]
+
+Random group sizes; the best of several rounds, waiting for each result.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import grouped_matmul
+
+# dtype, M, K, N, groups
+CASES = [
+    ("bfloat16", 8192, 2048, 2048, 8),
+    ("bfloat16", 8192, 2048, 2048, 64),
+    ("bfloat16", 16384, 4096, 1536, 128),
+    ("bfloat16", 64, 4096, 1536, 64),
+    ("float32", 8192, 2048, 2048, 8),
+    ("float32", 8192, 2048, 2048, 64),
+]
+
+
+def best_of(runs, rounds):
+    """Seconds of each run's best round, the runs taking turns."""
+    best = dict.fromkeys(runs, float("inf"))
+    for run in runs.values():
+        jax.block_until_ready(run())
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def measure(dtype, m, k, n, groups, rounds):
+    keys = jax.random.split(jax.random.key(0), 3)
+    a, b, dout = (
+        jax.random.normal(key, s, dtype) for key, s in zip(keys, ((m, k), (groups, k, n), (m, n)), strict=True)
+    )
+    sizes = jnp.asarray(np.random.default_rng(0).multinomial(m, np.ones(groups) / groups), jnp.int32)
+    precision = None if a.dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
+    products = {
+        "ejkernel": (grouped_matmul, b, sizes),
+        "ragged_dot": (lambda a, b, sizes: jax.lax.ragged_dot(a, b, sizes, precision=precision), b, sizes),
+        "dense": (lambda a, b: jnp.dot(a, b, precision=precision), b[0]),
+    }
+
+    def forward(f, *rest):
+        jitted = jax.jit(f)
+        return lambda: jitted(a, *rest)
+
+    def backward(f, b, *rest):
+        jitted = jax.jit(lambda a, b, dout, *rest: jax.vjp(lambda a, b: f(a, b, *rest), a, b)[1](dout))
+        return lambda: jitted(a, b, dout, *rest)
+
+    for direction, wrap in (("forward", forward), ("backward", backward)):
+        times = best_of({name: wrap(*product) for name, product in products.items()}, rounds)
+        row = {"case": f"{dtype} M={m} K={k} N={n}, {groups} groups, {direction}"}
+        row |= {f"{name}_ms": seconds * 1e3 for name, seconds in times.items()}
+        row["faster_than_ragged_dot"] = times["ragged_dot"] / times["ejkernel"]
+        row["time_over_dense"] = times["ejkernel"] / times["dense"]
+        print(row, flush=True)
+        yield row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    result = {
+        "versions": {"jax": jax.__version__},
+        "device": jax.devices()[0].device_kind,
+        "cases": [row for case in CASES for row in measure(*case, options.rounds)],
+    }
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
