@@ -6,40 +6,16 @@ float32, 8 heads × 64, causal, batch 1. torch is measured if it is installed (2
 The implementations take turns, three runs each a round, so that a noisy moment of the machine hits all of them.
 """
 
-import argparse
-import json
-import os
-import platform
 import time
-from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
+from timing import best_of, jax_run, main, torch_version
 
 from ejkernel import flash_attention
 
 HEADS, DIM = 8, 64
-# Between runs: torch's threads spin for a while after their work, and would slow whoever comes next.
-PAUSE = 0.3
-
-
-def best_of(runs, rounds):
-    """Seconds of each run's best round, the runs taking turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            time.sleep(PAUSE)
-            for _ in range(3):
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
 
 
 def inputs(length):
@@ -51,17 +27,11 @@ def gradients(f):
     return jax.grad(lambda *a: f(*a).sum(), (0, 1, 2))
 
 
-def jax_run(f, args):
-    jitted = jax.jit(f)
-    return lambda: jax.block_until_ready(jitted(*args))
-
-
 def torch_runs(args):
-    try:
-        import torch
-    except ImportError:
-        return {}, None
-    torch.set_num_threads(os.cpu_count())
+    if torch_version() is None:
+        return {}
+    import torch
+
     q, k, v = (torch.tensor(np.asarray(x)).transpose(1, 2).contiguous() for x in args)
 
     def forward():
@@ -74,7 +44,7 @@ def torch_runs(args):
         out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
         torch.autograd.grad(out.sum(), leaves)
 
-    return {"forward": forward, "forward+backward": both}, torch.__version__
+    return {"forward": forward, "forward+backward": both}
 
 
 def causal(q, k, v):
@@ -90,9 +60,9 @@ def peers(rounds):
     rows = []
     for length in (2048, 4096):
         args = inputs(length)
-        theirs, _ = torch_runs(args)
+        theirs = torch_runs(args)
         for what, wrap in (("forward", lambda f: f), ("forward+backward", gradients)):
-            runs = {"ejkernel": jax_run(wrap(causal), args), "jax.nn": jax_run(wrap(jax_nn), args)}
+            runs = {"ejkernel": jax_run(wrap(causal), *args), "jax.nn": jax_run(wrap(jax_nn), *args)}
             if theirs:
                 runs["torch"] = theirs[what]
             times = best_of(runs, rounds)
@@ -114,7 +84,7 @@ def window(rounds):
 
     rows = []
     for what, wrap in (("forward", lambda f: f), ("forward+backward", gradients)):
-        times = best_of({"window": jax_run(wrap(windowed), args), "causal": jax_run(wrap(causal), args)}, rounds)
+        times = best_of({"window": jax_run(wrap(windowed), *args), "causal": jax_run(wrap(causal), *args)}, rounds)
         rows.append(
             {
                 "case": f"8192 {what}",
@@ -175,35 +145,15 @@ def compile_time():
     return seconds
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)
-    jnp.zeros(1).block_until_ready()
-    result = {
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "torch": torch_runs(inputs(8))[1],
-        },
-        "machine": {"cpu": jax.devices()[0].device_kind, "processor": _processor(), "cores": os.cpu_count()},
+def measure(rounds):
+    return {
         "compile_seconds": compile_time(),
         "overhead_us": overhead(),
         "temporary_mib": memory(),
-        "peers": peers(options.rounds),
-        "window": window(max(3, options.rounds // 2)),
+        "peers": peers(rounds),
+        "window": window(max(3, rounds // 2)),
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

@@ -7,44 +7,14 @@ contexts hold, in order and on all cores: what memory allows. ``gather`` copies 
 side, then runs dense attention. The runs take turns, so that a noisy moment of the machine hits all of them.
 """
 
-import argparse
-import json
-import os
-import platform
-import time
-from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
+from timing import best_of, jax_run, main
 
 from ejkernel import page_attention
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-PAUSE = 0.1
-
-
-def best_of(runs, rounds):
-    """Seconds of each run's best round, the runs taking turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            time.sleep(PAUSE)
-            for _ in range(3):
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
-def jax_run(f, *args):
-    jitted = jax.jit(f)
-    return lambda: jax.block_until_ready(jitted(*args))
 
 
 def inputs(sequences, context, page, dtype, uneven):
@@ -178,29 +148,9 @@ def _shapes(context):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="run only cases whose description holds this")
-    options = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)
-    cases = [case for case in CASES if options.only in f"{case[0]} x {case[1]}, pages of {case[2]}, {case[3]}"]
-    result = {
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__},
-        "machine": {"cpu": jax.devices()[0].device_kind, "processor": _processor(), "cores": os.cpu_count()},
-        "temporary_mib": memory(),
-        "decoding": rows(cases, options.rounds),
-        "gradients": gradients(options.rounds),
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+def measure(rounds):
+    return {"temporary_mib": memory(), "decoding": rows(CASES, rounds), "gradients": gradients(rounds)}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

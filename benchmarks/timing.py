@@ -52,7 +52,7 @@ def main(doc, measure):
     """``--out`` and ``--rounds``; ``measure(rounds)`` returns what is to be kept beside versions and machine."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     jnp.zeros(1).block_until_ready()
