@@ -7,41 +7,16 @@ it is installed: a loop over the groups in Python, with sizes that it knows befo
 ``[M, K] · [K, N]``, the work of all groups together. Everything takes turns; the best of several rounds counts.
 """
 
-import argparse
-import json
-import os
-import platform
-import time
-from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
+from timing import best_of, main, torch_version
+from timing import jax_run as timed
 
 from ejkernel import grouped_matmul
 
 M, K, N = 4096, 512, 512
-# Between runs: torch's threads spin for a while after their work, and would slow whoever comes next.
-PAUSE = 0.3
 DIRECTIONS = ("forward", "forward+backward")
-
-
-def best_of(runs, rounds):
-    """Seconds of each run's best round, the runs taking turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            time.sleep(PAUSE)
-            for _ in range(3):
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
 
 
 def sizes(groups, kind, seed=0):
@@ -60,15 +35,13 @@ def inputs(groups):
 def jax_run(f, direction, a, b, dout, *rest):
     """A timed call of ``f(a, b, *rest)``; the backward pulls a random cotangent back to a and b."""
     if direction == "forward":
-        jitted = jax.jit(f)
-        return lambda: jax.block_until_ready(jitted(a, b, *rest))
+        return timed(f, a, b, *rest)
 
-    @jax.jit
     def both(a, b, dout, *rest):
         out, pull = jax.vjp(lambda a, b: f(a, b, *rest), a, b)
         return out, pull(dout)
 
-    return lambda: jax.block_until_ready(both(a, b, dout, *rest))
+    return timed(both, a, b, dout, *rest)
 
 
 def ragged_dot(a, b, group_sizes):
@@ -80,11 +53,10 @@ def dense(a, b):
 
 
 def torch_run(direction, a, b, dout, group_sizes):
-    try:
-        import torch
-    except ImportError:
+    if torch_version() is None:
         return None
-    torch.set_num_threads(os.cpu_count())
+    import torch
+
     a, b, dout = (torch.tensor(np.asarray(x)) for x in (a, b, dout))
     lengths = group_sizes.tolist()
 
@@ -136,10 +108,9 @@ def by_groups(rounds, counts=(4, 16, 64)):
             for groups in counts:
                 a, b, dout = inputs(groups)
                 group_sizes = sizes(groups, kind)
-                zeros = jax.jit(lambda shape=b.shape: jnp.zeros(shape))
                 runs["ejkernel", groups] = jax_run(grouped_matmul, direction, a, b, dout, group_sizes)
                 runs["torch_loop", groups] = torch_run(direction, a, b, dout, group_sizes)
-                runs["zeros_like_b", groups] = lambda zeros=zeros: zeros().block_until_ready()
+                runs["zeros_like_b", groups] = timed(lambda shape=b.shape: jnp.zeros(shape))
             times = best_of({name: run for name, run in runs.items() if run}, rounds)
             row = {"case": f"{kind}, {direction}"}
             row |= {f"{name}_{groups}_groups_ms": seconds * 1e3 for (name, groups), seconds in times.items()}
@@ -155,35 +126,9 @@ def by_groups(rounds, counts=(4, 16, 64)):
     return rows
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        import torch
-    except ImportError:
-        torch = None
-    result = {
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "torch": torch.__version__ if torch else None,
-        },
-        "machine": {"cpu": jax.devices()[0].device_kind, "processor": _processor(), "cores": os.cpu_count()},
-        "peers": peers(options.rounds),
-        "by_groups": by_groups(options.rounds),
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+def measure(rounds):
+    return {"peers": peers(rounds), "by_groups": by_groups(rounds)}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)
