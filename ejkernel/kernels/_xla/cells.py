@@ -1,8 +1,8 @@
 """The cells of recurrent layers: what one step computes.
 
-Gates come as tuples of ``[..., H]``, before their activation: ``z`` or, where a cell is not ``additive``, two of them, ``zx``, what the
-inputs give, and ``zh``, what the state gives. States are tuples too, the hidden state first. A step is elementwise, so its
-derivative is JAX's business.
+Gates come before their activation, as a tuple of ``parts`` arrays that hold all gates together, ``[..., gates·H / parts]``: ``z`` or, where
+a cell is not ``additive``, two such tuples, ``zx``, what the inputs give, and ``zh``, what the state gives. States are tuples too, the
+hidden state first. A step multiplies no matrices, so its derivative is JAX's business.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ def make(spec: Any) -> Lstm | Gru | Rnn:
 class Lstm:
     """Gates i, f, g, o: ``c = f·c + i·g``, ``h = o·tanh(c)``."""
 
-    gates, states = 4, 2
+    gates, states, parts = 4, 2, 1
     # Whether only the sum counts of what inputs and state give to the gates.
     additive = True
 
     def step(self, z: Gates, state: States) -> States:
         """The states after a step."""
-        i, f, g, o = z
-        c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
-        return jax.nn.sigmoid(o) * jnp.tanh(c), c
+        # All gates are one tanh: sigmoid(x) is tanh(x / 2) / 2 + 1 / 2. A gate at a time, XLA's CPU code computes some of
+        # them once for each of their uses.
+        size = state[0].shape[-1]
+        scale = jnp.repeat(jnp.asarray([0.5, 0.5, 1, 0.5], z[0].dtype), size)
+        i, f, g, o = jnp.split(jnp.tanh(z[0] * scale), 4, axis=-1)
+        c = (f * 0.5 + 0.5) * state[1] + (i * 0.5 + 0.5) * g
+        return (o * 0.5 + 0.5) * jnp.tanh(c), c
 
 
 class Gru:
     """Gates r, z, n: ``n = tanh(zx_n + r·zh_n)``, ``h = (1 - z)·n + z·h``."""
 
-    gates, states = 3, 1
+    gates, states, parts = 3, 1, 3
     additive = False
 
     def step(self, zx: Gates, zh: Gates, state: States) -> States:
@@ -53,7 +57,7 @@ class Gru:
 class Rnn:
     """One gate: ``h = activation(zx + zh)``."""
 
-    gates, states = 1, 1
+    gates, states, parts = 1, 1, 1
     additive = True
 
     def __init__(self, activation: str | Callable[[Array], Array]):

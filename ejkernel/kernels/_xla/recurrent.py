@@ -1,15 +1,18 @@
-"""Recurrent layers in plain XLA: one loop over time with nothing in it that can be done for all steps at once.
+"""Recurrent layers in plain XLA: a loop over time with nothing in it that can be done for many steps at once.
 
-Forward, the products of inputs and weights are one matmul before the loop. Backward, the forward's states are all there,
-so the gates of every step come back from two matmuls, and the loop keeps one product a step: that of the gates' gradients
-with the recurrent weights. The weights' gradients are one matmul each after it. Arrays keep their layout ``[batch, time,
-features]``: a step reads and writes rows, and a batch that is spread over devices stays where it is.
+Forward, the products of inputs and weights are one matmul before the loop. Backward, the forward's states are all there: so
+the gates of many steps come back from one matmul, and a step keeps one product, that of the gates' gradients with the
+recurrent weights. What those gradients give to the inputs and to the weights is one matmul each for as many steps. They
+are as many as make ``ROWS`` rows with the batch, all of a short sequence, so that gates and their gradients stay in a CPU's
+caches and never take memory for the whole sequence.
 
-Dimension names: ``b`` batch, ``t`` time, ``g`` gates times hidden, ``h`` hidden. What each cell computes is in ``cells.py``.
+Arrays keep their layout ``[batch, time, features]``: a step reads and writes rows, and a batch that is spread over devices
+stays where it is. Dimension names: ``g`` is gates times hidden, ``h`` hidden. What each cell computes is in ``cells.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +24,9 @@ from ejkernel.kernels._xla.bits import from_bits, to_bits
 from ejkernel.kernels.varying import vary_over, varying_axes
 from ejkernel.ops.core.registry import kernel_registry
 from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
+
+# Rows of a product over many steps in the backward: enough to use every core, few enough to stay in the caches.
+ROWS = 1024
 
 
 def forward(arrays: dict[str, Any], spec: Any, params: Any) -> tuple:
@@ -105,8 +111,8 @@ class _Direction:
 
         Each is sliced out on its own: XLA's CPU code for slices of one step's slice takes five times as long (jax 0.10).
         """
-        size, result = self.hidden, []
-        for first in range(0, self.cell.gates * size, size):
+        size, result = self.cell.gates * self.hidden // self.cell.parts, []
+        for first in range(0, self.cell.parts * size, size):
             if t is None:
                 gate = projected[..., first : first + size]
             else:
@@ -152,7 +158,7 @@ class _Direction:
         return from_bits(outputs, self.dtype), tuple(s.astype(self.dtype) for s in state), kept[0] if kept else None
 
     def before(self, array: Array, start: Array) -> Array:
-        """The states that each step started from, given those it ended with."""
+        """The hidden states that each step started from, given those it ended with."""
         start = start.astype(array.dtype)[:, None]
         if not self.from_end:
             return jnp.concatenate([start, array[:, :-1]], axis=1)
@@ -162,69 +168,107 @@ class _Direction:
         last = jnp.arange(self.steps, dtype=jnp.int32) == self.lengths[:, None] - 1
         return jnp.where(last[..., None], start, shifted)
 
+    def cell_before(self, kept: Array, t: Array) -> Array:
+        """The cell that step ``t`` started from."""
+        earlier, first = (t + 1, self.steps - 1) if self.from_end else (t - 1, 0)
+        return jnp.where(t == first, self.start[1], _at(kept, jnp.clip(earlier, 0, self.steps - 1)))
+
     def backward(
         self, outputs: Array, kept: Array | None, dout: Array, dfinal: tuple[Array, ...], wanted: frozenset[str]
     ) -> tuple:
-        """Gradients of the inputs (None if not wanted), of the start states, and of the weights by their full names."""
-        h_before = self.before(outputs, self.start[0])
-        befores = (h_before,) if kept is None else (h_before, self.before(kept, self.start[1]))
-        factors, matrices, biases = self._gate_factors(h_before)
-        zs = [_dot(factor, matrix, -1, self.acc) for factor, matrix in zip(factors, matrices, strict=True)]
-        dout = self.blank(dout)
+        """Gradients of the inputs (None if not wanted), of the start states, and of the weights by their full names.
 
-        def step(i, carry):
-            dstate, stored = carry
-            t = self.time(i, backward=True)
-            before = tuple(_at(x, t).astype(self.acc) for x in befores)
-            gates = (self.gates(z, bias, t) for z, bias in zip(zs, biases, strict=True))
-            _, pull = jax.vjp(self.cell.step, *gates, before)
-            *dgates, rest = pull((dstate[0] + _at(dout, t).astype(self.acc), *dstate[1:]))
-            dzs = [jnp.concatenate(dz, axis=-1).astype(self.dtype) for dz in dgates]
-            through = _dot(dzs[-1], self.weights["weight_hh"], 0, self.acc)
-            stored = tuple(_put(buffer, to_bits(dz), t) for buffer, dz in zip(stored, dzs, strict=True))
-            return self.only_alive(t, (rest[0] + through, *rest[1:]), dstate), stored
-
-        dfinal = tuple(d.astype(self.acc) for d in dfinal)
-        start = (dfinal, tuple(to_bits(self.zeros(z.shape, self.dtype)) for z in zs))
-        dstart, dzs = _loop(self.steps, step, start)
-        dzs = [self.blank(from_bits(dz, self.dtype)) for dz in dzs]
-        dzs = [dz.reshape(self.batch * self.steps, -1) for dz in dzs]
-        dinputs = self._input_gradient(dzs[0]) if "inputs" in wanted else None
-        return dinputs, dstart, self._weight_gradients(dzs, factors) if "weights" in wanted else {}
-
-    def _gate_factors(self, h_before: Array) -> tuple[list, list, list]:
-        """What to multiply for the gates of all steps, and their biases: one product where only the gates' sum counts."""
-        names = ("weight_ih", "weight_hh"), ("bias_ih", "bias_hh")
-        factors = [self.inputs, h_before]
-        matrices, biases = ([self.weights.get(name) for name in group] for group in names)
-        if not self.cell.additive:
-            return factors, matrices, biases
-        given = [bias.astype(self.acc) for bias in biases if bias is not None]
-        joined = (jnp.concatenate(parts, axis=-1) for parts in (factors, matrices))
-        return *([x] for x in joined), [sum(given) if given else None]
-
-    def _input_gradient(self, dzx: Array) -> Array:
-        dx = _dot(dzx, self.weights["weight_ih"], 0, self.acc)
-        return self.blank(dx.reshape(self.inputs.shape))
-
-    def _weight_gradients(self, dzs: list[Array], factors: list[Array]) -> dict[str, Array]:
-        products = [self._outer(dz, factor) for dz, factor in zip(dzs, factors, strict=True)]
-        if self.cell.additive:
-            products = jnp.split(products[0], [self.inputs.shape[-1]], axis=-1)
-        grads = dict(zip(("weight_ih", "weight_hh"), products, strict=True))
-        for name, dz in (("bias_ih", dzs[0]), ("bias_hh", dzs[-1])):
-            if name in self.weights:
-                grads[name] = dz.sum(0, dtype=self.acc)
-        return {name + self.suffix: grad for name, grad in grads.items()}
-
-    def _outer(self, dz: Array, left: Array) -> Array:
-        """``[g, features]``, summed over all steps.
-
-        The smaller factor is transposed, and the result: barriers keep XLA from making one product of it that contracts the
-        first axis of both, which a CPU runs at half speed.
+        In chunks of steps, last to first: the gates of a chunk again, then its steps, then what its gates give to the gradients.
         """
-        flat = lax.optimization_barrier(left.reshape(self.batch * self.steps, -1).T)
-        return lax.optimization_barrier(_dot(flat, dz, 0, self.acc)).T
+        h_before = self.before(outputs, self.start[0])
+        dout = self.blank(dout)
+        project, biases = self._gates_again(h_before)
+        size = min(self.steps, -(-ROWS // self.batch))
+
+        def chunk(k, carry):
+            dstate, grads = carry
+            first = k * size
+            last = jnp.minimum(first + size, self.steps)
+            # The last chunk reaches back to have all of its rows; those that were treated before stay 0.
+            begin = jnp.clip(first if self.from_end else self.steps - first - size, 0, self.steps - size)
+            zs = project(begin, size)
+
+            def step(i, carry):
+                dstate, dzs = carry
+                t = self.time(i, backward=True)
+                before = (_at(h_before, t).astype(self.acc),)
+                if kept is not None:
+                    before += (self.cell_before(kept, t),)
+                gates = (self.gates(z, bias, t - begin) for z, bias in zip(zs, biases, strict=True))
+                _, pull = jax.vjp(self.cell.step, *gates, before)
+                *dgates, rest = pull((dstate[0] + _at(dout, t).astype(self.acc), *dstate[1:]))
+                new = tuple(jnp.concatenate(dz, axis=-1) for dz in dgates)
+                through = _dot(new[-1].astype(self.dtype), self.weights["weight_hh"], 0, self.acc)
+                new = self.only_alive(t, new, tuple(jnp.zeros_like(dz) for dz in new))
+                dzs = tuple(_put(buffer, dz, t - begin) for buffer, dz in zip(dzs, new, strict=True))
+                return self.only_alive(t, (rest[0] + through, *rest[1:]), dstate), dzs
+
+            start = (dstate, tuple(self.zeros(z.shape) for z in zs))
+            dstate, dzs = lax.fori_loop(first, last, step, start)
+            return dstate, self._add_chunk(grads, dzs, h_before, begin)
+
+        grads = {name: self.zeros(shape) for name, shape in self._gradient_shapes(wanted).items()}
+        dfinal = tuple(d.astype(self.acc) for d in dfinal)
+        dstart, grads = _loop(-(-self.steps // size), chunk, (dfinal, grads))
+        dinputs = grads.pop("inputs", None)
+        return dinputs, dstart, {name + self.suffix: grad for name, grad in grads.items()}
+
+    def _gradient_shapes(self, wanted: frozenset[str]) -> dict[str, tuple[int, ...]]:
+        shapes = {name: w.shape for name, w in self.weights.items()} if "weights" in wanted else {}
+        return {**shapes, "inputs": self.inputs.shape} if "inputs" in wanted else shapes
+
+    def _add_chunk(
+        self, grads: dict[str, Array], dzs: tuple[Array, ...], h_before: Array, begin: Array
+    ) -> dict[str, Array]:
+        """The gradients with those of a chunk of steps, from its gates' gradients."""
+        size = dzs[0].shape[1]
+        flat = [dz.reshape(self.batch * size, -1) for dz in dzs]
+        halves = [dz.astype(self.dtype) for dz in flat]
+        grads = dict(grads)
+        if "inputs" in grads:
+            dx = _dot(halves[0], self.weights["weight_ih"], 0, self.acc).reshape(self.batch, size, -1)
+            old = lax.dynamic_slice_in_dim(grads["inputs"], begin, size, axis=1)
+            grads["inputs"] = lax.dynamic_update_slice_in_dim(grads["inputs"], old + dx, begin, axis=1)
+        for name, index, factor in (("ih", 0, self.inputs), ("hh", -1, h_before)):
+            if f"weight_{name}" in grads:
+                left = lax.dynamic_slice_in_dim(factor, begin, size, axis=1).reshape(self.batch * size, -1)
+                grads[f"weight_{name}"] += _outer(halves[index], left, self.acc)
+            if f"bias_{name}" in grads:
+                grads[f"bias_{name}"] += flat[index].sum(0)
+        return grads
+
+    def _gates_again(self, h_before: Array) -> tuple[Callable, list[Array | None]]:
+        """A function that gives the gates of some steps, without their biases, and these: one product if only the sum counts."""
+        factors = [self.inputs, h_before]
+        matrices, biases = (
+            [self.weights.get(name) for name in group] for group in (("weight_ih", "weight_hh"), ("bias_ih", "bias_hh"))
+        )
+        if self.cell.additive:
+            matrices = [jnp.concatenate(matrices, axis=-1)]
+            given = [bias.astype(self.acc) for bias in biases if bias is not None]
+            biases = [sum(given) if given else None]
+
+        def project(begin, size):
+            rows = [lax.dynamic_slice_in_dim(factor, begin, size, axis=1) for factor in factors]
+            if self.cell.additive:
+                rows = [jnp.concatenate(rows, axis=-1)]
+            return [_dot(row, matrix, -1, self.acc) for row, matrix in zip(rows, matrices, strict=True)]
+
+        return project, biases
+
+
+def _outer(dz: Array, left: Array, dtype: Any) -> Array:
+    """``[g, features]``, summed over the rows of both.
+
+    The smaller factor is transposed, and the result: barriers keep XLA from making one product of it that contracts the
+    first axis of both, which a CPU runs at half speed.
+    """
+    return lax.optimization_barrier(_dot(lax.optimization_barrier(left.T), dz, 0, dtype)).T
 
 
 def _dot(a: Array, b: Array, contract_b: int, dtype: Any) -> Array:
