@@ -159,12 +159,17 @@ def test_inside_shard_map():
 def test_a_mesh_with_other_axes_and_explicit_meshes():
     arrays = make(batch=2)
     expected = flash_attention(**arrays, causal=True)
+    expected_grads = jax.grad(lambda a: (flash_attention(**a, causal=True) ** 2).sum())(arrays)
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(kind,) * 2)
         spread = {n: jax.device_put(x, NamedSharding(mesh, P("data", "ring"))) for n, x in arrays.items()}
         with jax.set_mesh(mesh):
             assert_close(ring_attention(**spread, mesh=mesh), expected, "float32")
             assert_close(jax.jit(lambda a, mesh=mesh: ring_attention(**a, mesh=mesh))(spread), expected, "float32")
+        assert_close(ring_attention(**arrays, mesh=mesh), expected, "float32")
+        with jax.set_mesh(mesh):
+            grads = jax.grad(lambda a, mesh=mesh: (ring_attention(**a, mesh=mesh) ** 2).sum())(arrays)
+        assert_close(grads["key"], expected_grads["key"], "float32", gradient=True)
 
 
 def test_a_ring_over_two_axes():

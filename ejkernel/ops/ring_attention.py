@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float, Integer
 
 from ejkernel.kernels._xla import ring_attention as kernel
@@ -109,8 +109,31 @@ def _over_mesh(mesh: Any, statics: tuple, given: tuple[bool, ...], circumstances
     specs = (by_length, by_length, by_length, PartitionSpec(), by_length, by_length)
     specs = tuple(spec if there else None for spec, there in zip(specs, given, strict=True))
     names = {axis} if isinstance(axis, str) else set(axis)
-    run = functools.partial(OPERATION, statics=statics)
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=by_length, axis_names=names))
+    mapped = jax.shard_map(
+        functools.partial(OPERATION, statics=statics),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=by_length,
+        axis_names=names,
+    )
+
+    def run(arrays):
+        placed = (x if spec is None else _placed(x, spec, mesh) for x, spec in zip(arrays, specs, strict=True))
+        return mapped(tuple(placed))
+
+    return jax.jit(run)
+
+
+def _placed(x: Array, spec: PartitionSpec, mesh: Any) -> Array:
+    """An array where ``shard_map`` wants it: on a mesh whose axes are explicit it does not move arrays by itself."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    here = jax.typeof(x).sharding
+    own = tuple(here.spec) if here.mesh.axis_names == mesh.axis_names else ()
+    wanted = [*own, *[None] * (x.ndim - len(own))]
+    if len(spec) > 1:
+        wanted[1] = spec[1]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
 
 
 def _check_mesh(mesh: Any, axis_name: Any, query: Any, layout: str) -> None:
