@@ -96,6 +96,9 @@ def ring_attention(
         _check_mesh(mesh, statics[0], query, layout)
         # What a kernel is chosen by is part of the key, as it is of a call's own.
         circumstances = (kernel_registry.generation, chain.environment())
+        if AxisType.Explicit in mesh.axis_types:
+            axes = (None if name == "softmax_aux" else statics[0] for name in RingAttention.arrays)
+            arrays = tuple(_placed(x, mesh, axis) for x, axis in zip(arrays, axes, strict=True))
         return _over_mesh(mesh, statics, tuple(x is not None for x in arrays), circumstances)(arrays)
     _axis_size(statics[0])
     return OPERATION(arrays, statics)
@@ -109,30 +112,28 @@ def _over_mesh(mesh: Any, statics: tuple, given: tuple[bool, ...], circumstances
     specs = (by_length, by_length, by_length, PartitionSpec(), by_length, by_length)
     specs = tuple(spec if there else None for spec, there in zip(specs, given, strict=True))
     names = {axis} if isinstance(axis, str) else set(axis)
-    mapped = jax.shard_map(
-        functools.partial(OPERATION, statics=statics),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=by_length,
-        axis_names=names,
-    )
+    operation = functools.partial(OPERATION, statics=statics)
 
     def run(arrays):
-        placed = (x if spec is None else _placed(x, spec, mesh) for x, spec in zip(arrays, specs, strict=True))
-        return mapped(tuple(placed))
+        mapped = functools.partial(jax.shard_map, operation, in_specs=(specs,), out_specs=by_length, axis_names=names)
+        if AxisType.Explicit not in mesh.axis_types:
+            return mapped(mesh=mesh)(arrays)
+        # Explicit axes become the compiler's business inside.
+        result = NamedSharding(mesh, PartitionSpec(*jax.typeof(arrays[0]).sharding.spec[:3]))
+        return jax.sharding.auto_axes(lambda arrays: mapped()(arrays), out_sharding=result)(arrays)
 
     return jax.jit(run)
 
 
-def _placed(x: Array, spec: PartitionSpec, mesh: Any) -> Array:
-    """An array where ``shard_map`` wants it: on a mesh whose axes are explicit it does not move arrays by itself."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return x
+def _placed(x: AnyArray, mesh: Any, axis: Any) -> Array:
+    """An array on an explicit mesh, its length spread as the ring wants it (None: as it was) and all else as it was."""
+    if not is_array(x) or len(x.shape) < 2:
+        return x  # refused later, by name
     here = jax.typeof(x).sharding
     own = tuple(here.spec) if here.mesh.axis_names == mesh.axis_names else ()
     wanted = [*own, *[None] * (x.ndim - len(own))]
-    if len(spec) > 1:
-        wanted[1] = spec[1]
+    if axis is not None:
+        wanted[1] = axis
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
 
 
