@@ -16,8 +16,9 @@ HERE = Path(__file__).parent
 
 
 def feature_table(algorithm: str) -> str:
-    """One column an implementation, one row a feature."""
+    """One column an implementation, one row a feature; for an operation without kernels, those that it runs on."""
     operation = kernel_registry.operation(algorithm)
+    gradients = ("query", "key", "value") if operation.runs_on else operation.gradients
     entries = kernel_registry.list_implementations(algorithm)
 
     def row(label: str, cells: list[str]) -> str:
@@ -32,7 +33,7 @@ def feature_table(algorithm: str) -> str:
     ]
     for feature, words in operation.features.items():
         lines.append(row(f"`{feature}`: {words}", ["yes" if feature in e.support.features else "no" for e in entries]))
-    for argument in operation.gradients:
+    for argument in gradients:
         lines.append(
             row(f"gradient of `{argument}`", ["yes" if argument in e.support.gradients else "no" for e in entries])
         )
@@ -58,8 +59,7 @@ def operation_page(text: str) -> str:
     """A page of an operation with its table filled in, up to the next blank line."""
 
     def fill(match: re.Match) -> str:
-        operation = kernel_registry.operation(match[1])
-        return f"{match[0].splitlines()[0]}\n{feature_table(operation.runs_on or match[1])}\n"
+        return f"{match[0].splitlines()[0]}\n{feature_table(match[1])}\n"
 
     return re.sub(r"^<!-- features: (\w+) -->\n(?:\|.*\n)*", fill, text, flags=re.MULTILINE)
 

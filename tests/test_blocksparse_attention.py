@@ -272,6 +272,7 @@ def test_an_empty_batch():
     x = jnp.ones((0, 32, 2, 8))
     out, lse = blocksparse_attention(x, x, x, np.ones((1, 1), bool), return_lse=True)
     assert (out.shape, lse.shape) == ((0, 32, 2, 8), (0, 2, 32))
+    assert blocksparse_attention(x, x, x, np.ones((0, 2, 1, 1), bool)).shape == x.shape
 
 
 def test_the_cost_counts_the_blocks_kept():

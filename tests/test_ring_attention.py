@@ -416,11 +416,56 @@ def test_ring_shard_round_trip():
         (lambda: ring_attention(**make(), mesh=ring_of(4), q_segment_ids=jnp.ones((1, 32), int)), "kv_segment_ids is None"),
         (lambda: ring_attention(**{**make(), "key": jnp.ones((1, 64, 2, 8))}, mesh=ring_of(4)), "value is float32"),
         (lambda: ring_attention(**make(), mesh=ring_of(4), platform="mosaic"), "platform is 'mosaic'"),
+        (lambda: ring_attention(**make(), mesh=ring_of(4), softmax_scale={}), "softmax_scale is a dict"),
+        (lambda: ring_attention(**make(), mesh=ring_of(4), axis_name=("ring", "ring")), "axis_name is ('ring', 'ring')"),
+        (lambda: ring_attention(**make(), mesh=ring_of(4), axis_name=()), "axis_name is ()"),
+        (lambda: ring_attention(**{**make(), "query": "x"}, mesh=ring_of(4)), "query is 'x'"),
+        (lambda: ring_attention(**{**make(), "query": jax.ShapeDtypeStruct((1, 32, 2, 8), "float32")}, mesh=ring_of(4)), "query is ShapeDtypeStruct"),
+        (lambda: ring_shard(jax.ShapeDtypeStruct((1, 8), "float32"), 2), "x is ShapeDtypeStruct"),
     ],
 )  # fmt: skip
 def test_bad_input(call, words):
     with pytest.raises(InvalidInputError, match=re.escape(words)):
         call()
+
+
+def test_what_one_call_is_refused_for_is_not_held_against_another():
+    arrays, mesh = make(length=40), ring_of(4)
+    with pytest.raises(InvalidInputError, match="causal is 1"):
+        ring_attention(**arrays, causal=1, mesh=mesh)
+    assert ring_attention(**arrays, causal=True, mesh=mesh).shape == (1, 40, 2, 8)
+
+
+def test_tuning_reaches_the_steps(own_store):
+    arrays, mesh = make(length=16), ring_of(2)
+    out = ejkernel.autotune(ring_attention)(**arrays, mesh=mesh)
+    assert_close(out, flash_attention(**arrays, causal=True), "float32")
+    assert list(own_store.rglob("*.json"))
+    inside = jax.shard_map(lambda q, k, v: flash_attention(q, k, v), mesh=mesh, in_specs=P("ring"), out_specs=P("ring"))
+    many = {name: jnp.concatenate([x, x]) for name, x in arrays.items()}
+    assert ejkernel.autotune(jax.jit(inside))(*many.values()).shape == (2, 16, 2, 8)
+
+
+def test_cotangents_of_rows_with_nothing_to_see_do_not_matter():
+    arrays = make(segments=True, sinks=True)
+    alive = (arrays["q_segment_ids"] > 0)[:, :, None, None]
+    floats = {name: arrays[name] for name in ("query", "key", "value")}
+    out, pull = jax.vjp(lambda f: whole({**arrays, **f}, 4), floats)
+    (expected,) = pull(jnp.where(alive, 1.0, 0.0) * jnp.ones_like(out))
+    (grads,) = pull(jnp.where(alive, 1.0, jnp.nan) * jnp.ones_like(out))
+    for name in floats:
+        np.testing.assert_array_equal(grads[name], expected[name], err_msg=name)
+
+
+def test_empty_batches():
+    x = jnp.ones((0, 32, 2, 8))
+    assert ring_attention(x, x, x, mesh=ring_of(4)).shape == x.shape
+    assert ring_shard(x, 4, "zigzag").shape == x.shape
+
+
+def test_explain_beside_a_mesh_tells_of_a_devices_part():
+    x = jax.ShapeDtypeStruct((1, 128, 2, 8), jnp.float32)
+    assert "query f32[1,32,2,8]" in str(ejkernel.explain(ring_attention, x, x, x, mesh=ring_of(4)))
 
 
 def test_steps_are_selected_as_flash_attention_is():

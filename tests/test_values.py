@@ -171,6 +171,15 @@ def test_wide_segment_ids_stay_apart(entry):
     expected = run([1, 1, 2, 2, 3, 3], jnp.int32)
     np.testing.assert_array_equal(run([1, 1, 2, 2, 2**31 + 5, 2**31 + 5], jnp.uint32), expected)
     np.testing.assert_array_equal(run([1, 1, 2, 2, 3, 3], jnp.int8), expected)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 1, 8)), jnp.float32)
+    q_ids, kv_ids = (
+        jnp.asarray([[-1, 1, 2, 2, 3, 0]], jnp.int32),
+        jnp.asarray([[2**32 - 1, 1, 2, 2, 2**31 + 3, 0]], jnp.uint32),
+    )
+    mixed = flash_attention(x, x, x, q_segment_ids=q_ids, kv_segment_ids=kv_ids, platform=entry.platform)
+    ids = jnp.asarray([[0, 1, 2, 2, 4, 0]], jnp.int32)
+    other = flash_attention(x, x, x, q_segment_ids=ids, kv_segment_ids=ids.at[0, 4].set(5), platform=entry.platform)
+    np.testing.assert_array_equal(mixed, other)
     with jax.enable_x64(True):
         wide = run([1, 1, 2**32 + 1, 2**32 + 1, 2**33, 2**33], jnp.int64)
     np.testing.assert_allclose(wide, expected, rtol=1e-6)

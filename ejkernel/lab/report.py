@@ -13,7 +13,7 @@ import jaxlib
 import numpy as np
 
 import ejkernel
-from ejkernel import EjkernelError, explain, flash_attention, kernel_registry
+from ejkernel import EjkernelError, explain, flash_attention
 from ejkernel.lab import reference
 from ejkernel.ops.core.device import describe
 

@@ -105,7 +105,10 @@ def joined_sinks(sinks: Array, query: Array) -> Array:
 def segment_pair(q_ids: Array, kv_ids: Array) -> tuple[Array, Array]:
     """Both of one dtype of at least 32 bits, never narrower than they came: two ids must not become one."""
     wide = np.promote_types(q_ids.dtype, kv_ids.dtype)
-    wide = jnp.int32 if wide.itemsize < 4 else wide
+    wide = np.dtype(np.int32) if wide.itemsize < 4 else wide
+    if wide.itemsize > 4 and max(q_ids.dtype.itemsize, kv_ids.dtype.itemsize) <= 4:
+        # int32 beside uint32, for which JAX may have no wider type; below 0 is padding, as 0 is.
+        return tuple(jnp.maximum(ids, 0).astype(jnp.uint32) for ids in (q_ids, kv_ids))
     return q_ids.astype(wide), kv_ids.astype(wide)
 
 

@@ -191,8 +191,8 @@ def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
     """A list whose length is rounded up, so that similar masks share a compilation."""
     kept, full = grid.visibility(mask, window)
     count, n_full = kept.sum(-1), (kept & full).sum(-1)
-    batch = kept.shape[0]
-    ends = np.cumsum(count.reshape(batch, -1), axis=1)
+    batch, heads, nq, _ = kept.shape
+    ends = np.cumsum(count.reshape(batch, heads * nq), axis=1)
     index = np.zeros((batch, power_of_two(max(1, int(ends[:, -1].max(initial=0))))), np.int32)
     for entry in range(batch):
         # The full ones first, each kind in ascending order.
@@ -371,7 +371,7 @@ class BlockSparseAttention(Operation):
         return self.finish(arguments, PartitionSpec(batch, length, heads), PartitionSpec(batch, heads, length))
 
     def cost(self, call: Call) -> Cost:
-        """Two products a pair of a listed block forward, five backward; every array once. A traced mask counts as full."""
+        """Of whole blocks: two products a pair of a listed block forward, five backward; every array once. A traced mask counts as full."""
         query, value, blocks = call.shapes["query"], call.shapes["value"], call.shapes["blocks"]
         batch, q_len, heads, head_dim = query.shape
         value_dim = value.shape[3]

@@ -26,7 +26,7 @@ from ejkernel.ops.attention import (
 )
 from ejkernel.ops.config import chain
 from ejkernel.ops.core.checks import Checker, is_array
-from ejkernel.ops.core.operation import Call, Cost, Operation
+from ejkernel.ops.core.operation import Call, Cost, Operation, types_of
 from ejkernel.ops.core.registry import Implementation, kernel_registry
 from ejkernel.ops.core.support import Backend, Platform
 from ejkernel.ops.flash_attention import FlashSpec
@@ -93,9 +93,10 @@ def ring_attention(
     statics = (axis_name, causal, softmax_scale, sliding_window, logits_soft_cap, layout, platform, backend)
     statics = tuple(tuple(x) if isinstance(x, list) else x for x in statics)
     if mesh is not None:
+        statics = OPERATION.check_whole(arrays, statics)
         _check_mesh(mesh, statics[0], query, layout)
         # What a kernel is chosen by is part of the key, as it is of a call's own.
-        circumstances = (kernel_registry.generation, chain.environment())
+        circumstances = (types_of(statics), kernel_registry.generation, chain.environment())
         if AxisType.Explicit in mesh.axis_types:
             axes = (None if name == "softmax_aux" else statics[0] for name in RingAttention.arrays)
             arrays = tuple(_placed(x, mesh, axis) for x, axis in zip(arrays, axes, strict=True))
@@ -127,8 +128,8 @@ def _over_mesh(mesh: Any, statics: tuple, given: tuple[bool, ...], circumstances
 
 def _placed(x: AnyArray, mesh: Any, axis: Any) -> Array:
     """An array on an explicit mesh, its length spread as the ring wants it (None: as it was) and all else as it was."""
-    if not is_array(x) or len(x.shape) < 2:
-        return x  # refused later, by name
+    if x is None:
+        return None
     here = jax.typeof(x).sharding
     own = tuple(here.spec) if here.mesh.axis_names == mesh.axis_names else ()
     wanted = [*own, *[None] * (x.ndim - len(own))]
@@ -142,11 +143,13 @@ def _check_mesh(mesh: Any, axis_name: Any, query: Any, layout: str) -> None:
     known = getattr(mesh, "axis_names", None)
     if known is None:
         _check.fail("mesh", mesh, "a jax.sharding.Mesh, or None inside shard_map")
-    if not isinstance(names, tuple) or not all(name in known for name in names):
+    if not isinstance(names, tuple) or not names or len(set(names)) < len(names) or not set(names) <= set(known):
         _check.fail("axis_name", axis_name, f"an axis of the mesh, which has {', '.join(map(repr, known))}")
-    if is_array(query) and len(query.shape) == 4:
-        size = int(np.prod([mesh.shape[name] for name in names]))
-        _check_parts(_check, "query", query, 1, size, layout)
+    _check_parts(_check, "query", query, 1, _ring_size(mesh, names), layout)
+
+
+def _ring_size(mesh: Any, names: tuple[str, ...]) -> int:
+    return int(np.prod([mesh.shape[name] for name in names]))
 
 
 def _axis_size(axis_name: Any) -> int:
@@ -188,7 +191,7 @@ def _zigzag(n: int) -> np.ndarray:
 
 def _reorder(function: str, x: Any, n: int, layout: str, axis: int, order: Any) -> Array:
     check = Checker(function)
-    if not is_array(x) or not x.shape:
+    if not is_array(x) or not x.shape or isinstance(x, jax.ShapeDtypeStruct):
         check.fail("x", x, "an array with the axis to spread")
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         check.fail("n", n, "the number of devices, an int ≥ 1")
@@ -199,7 +202,7 @@ def _reorder(function: str, x: Any, n: int, layout: str, axis: int, order: Any) 
     x = jnp.asarray(x)
     if layout == "contiguous":
         return x
-    chunks = x.reshape(*x.shape[:axis], 2 * n, -1, *x.shape[axis + 1 :])
+    chunks = x.reshape(*x.shape[:axis], 2 * n, x.shape[axis] // (2 * n), *x.shape[axis + 1 :])
     return jnp.take(chunks, order(n), axis=axis).reshape(x.shape)
 
 
@@ -256,9 +259,41 @@ class RingAttention(Operation):
         "platform",
         "backend",
     )
-    features: ClassVar[dict[str, str]] = {}
+    # What steps ask of a kernel.
+    features: ClassVar[dict[str, str]] = {
+        "causal": "a causal ring",
+        "soft_cap": "soft-capped logits",
+        "segments": "segment ids",
+        "varlen": "a sliding window, which steps get as intervals",
+        "gqa": "fewer key heads than query heads",
+        "value_dim": "values of another head dim than the keys",
+        "cross": "the zigzag layout, causal",
+        "lse": "the log-sum-exp, by which steps are merged",
+    }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"softmax_aux"})
+
+    def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Lists become tuples; beside a mesh, whole arrays become a device's."""
+        arguments = super().normalise(arguments)
+        mesh, axis = arguments.pop("mesh", None), arguments.get("axis_name")
+        if mesh is None:
+            return arguments
+        whole = {
+            name: x for name, x in arguments.items() if name in self.arrays and name != "softmax_aux" and is_array(x)
+        }
+        size = _ring_size(mesh, (axis,) if isinstance(axis, str) else axis)
+        for name, x in whole.items():
+            shape = (x.shape[0], x.shape[1] // size, *x.shape[2:]) if len(x.shape) > 1 else x.shape
+            arguments[name] = jax.ShapeDtypeStruct(shape, x.dtype)
+        return arguments
+
+    def check_whole(self, arrays: tuple, statics: tuple) -> tuple:
+        """The checks of ``bind`` for arrays that are not spread yet; the statics, hashable."""
+        self._check_arrays(arrays)
+        statics = self._hashable(statics)
+        self.bound(dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True)))
+        return statics
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; what is asked of a kernel is what a step needs."""

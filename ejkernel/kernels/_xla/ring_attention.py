@@ -194,6 +194,11 @@ def backward(
     sinks = arrays.pop("softmax_aux", None)
     queries, keys = _split(arrays)
     acc = _accumulator(queries["query"])
+    if sinks is not None:
+        # A row whose weight is all the sinks' sees nothing: its cotangents must not matter to queries and keys.
+        nothing = lse == sinks[..., None].astype(lse.dtype)
+        whole_dout, dout = dout, jnp.where(nothing.swapaxes(1, 2)[..., None], 0, dout)
+        whole_dlse, dlse = dlse, jnp.where(nothing, 0, dlse)
 
     def add(keys):
         def compute(part, carry):
@@ -232,7 +237,7 @@ def backward(
         grads = {**grads, **home}
     grads = {name: grads[name].astype(arrays[name].dtype) for name in names}
     if sinks is not None:
-        slope = sum_last(out.astype(acc) * dout.astype(acc)).swapaxes(1, 2) - dlse
+        slope = sum_last(out.astype(acc) * whole_dout.astype(acc)).swapaxes(1, 2) - whole_dlse
         grads["softmax_aux"] = sink_gradient(sinks, jnp.where(lse == -jnp.inf, 0, lse), slope)
     return grads
 

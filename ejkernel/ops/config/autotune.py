@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -88,7 +89,7 @@ def _device(device: DeviceInfo) -> jax.Device | None:
         there = jax.local_devices(backend=device.kind)
     except RuntimeError:
         return None
-    return next((d for d in there if describe(d) == device), None)
+    return next((d for d in there if replace(describe(d), shared_by=device.shared_by) == device), None)
 
 
 def _measure_here(call, device, here, entries, direction) -> dict[Implementation, chain.Record]:

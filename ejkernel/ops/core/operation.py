@@ -19,6 +19,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.kernels.varying import vary_over, varying_axes
 from ejkernel.ops.config import chain
 from ejkernel.ops.core import device as devices
 from ejkernel.ops.core import run, select
@@ -189,9 +190,7 @@ class Operation:
         """Run a call; ``arrays`` and ``statics`` in the order of the class attributes."""
         first = arrays[0]
         device = next(iter(first.devices())) if is_concrete(first) else None
-        # The types too, for 1 == True: what one of them was refused for must not be held against the other.
-        types = tuple([tuple(map(type, s)) if type(s) is tuple else type(s) for s in statics])
-        key = (statics, types, device, kernel_registry.generation, chain.environment())
+        key = (statics, types_of(statics), device, kernel_registry.generation, chain.environment())
         try:
             jitted = self._jitted.get(key)
         except TypeError:  # an unhashable static
@@ -252,7 +251,8 @@ class Operation:
         chosen = decision.choose()
         empty = self.empty(arguments)
         if empty is not None:
-            return empty
+            axes = varying_axes(*(x for x in jax.tree.leaves(arrays) if hasattr(x, "shape")))
+            return jax.tree.map(lambda x: vary_over(x, axes), empty)
         traced = {name: x for name, x in zip(self.arrays, arrays, strict=True) if x is not None}
 
         def execute(traced):
@@ -294,6 +294,11 @@ class Operation:
             for name, default in self.defaults.items()
             if arguments.get(name) is not None and (hasattr(arguments[name], "shape") or arguments[name] != default)
         }
+
+
+def types_of(statics: tuple) -> tuple:
+    """Part of a key beside the values, for 1 == True: what one is refused for must not be held against the other."""
+    return tuple([tuple(map(type, s)) if type(s) is tuple else type(s) for s in statics])
 
 
 def _explicit_mesh(array: Any) -> Any:
