@@ -8,45 +8,14 @@ installed: its mean of the same array. The implementations take turns, three run
 the machine hits all of them.
 """
 
-import argparse
-import json
-import os
-import platform
-import time
-from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
+from timing import best_of, jax_run, main, torch_version
 
 from ejkernel import mean_pooling
 
 BATCH, LENGTH, FEATURES = 16, 2048, 512
-# Between runs: torch's threads spin for a while after their work, and would slow whoever comes next.
-PAUSE = 0.1
-
-
-def best_of(runs, rounds):
-    """Seconds of each run's best round, the runs taking turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            time.sleep(PAUSE)
-            for _ in range(3):
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
-def jax_run(f, *args):
-    jitted = jax.jit(f)
-    return lambda: jax.block_until_ready(jitted(*args))
 
 
 def gradient(f):
@@ -63,11 +32,10 @@ def packed(x, offsets):
 
 
 def torch_runs(x):
-    try:
-        import torch
-    except ImportError:
-        return {}, None
-    torch.set_num_threads(os.cpu_count())
+    if not torch_version():
+        return {}
+    import torch
+
     tensor = torch.tensor(np.asarray(x)).requires_grad_()
 
     def forward():
@@ -77,7 +45,7 @@ def torch_runs(x):
     def both():
         torch.autograd.grad((tensor.mean(1) ** 2).sum(), tensor)
 
-    return {"forward": forward, "forward+backward": both}, torch.__version__
+    return {"forward": forward, "forward+backward": both}
 
 
 def cases():
@@ -103,7 +71,7 @@ def cases():
 
 def compare(rounds):
     x, ours = cases()
-    theirs, _ = torch_runs(x)
+    theirs = torch_runs(x)
     rows = []
     for what, wrap in (("forward", lambda f: f), ("forward+backward", gradient)):
         runs = {name: jax_run(wrap(f), *args) for name, (f, *args) in ours.items()}
@@ -125,31 +93,9 @@ def compare(rounds):
     return rows
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)
-    result = {
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "torch": torch_runs(np.ones((1, 1, 1), np.float32))[1],
-        },
-        "machine": {"cpu": jax.devices()[0].device_kind, "processor": _processor(), "cores": os.cpu_count()},
-        "sizes": {"batch": BATCH, "length": LENGTH, "features": FEATURES},
-        "results": compare(options.rounds),
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+def measure(rounds):
+    return {"sizes": {"batch": BATCH, "length": LENGTH, "features": FEATURES}, "results": compare(rounds)}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)

@@ -8,41 +8,15 @@ layer as a ``lax.scan`` that JAX differentiates. The implementations take turns,
 moment of the machine hits all of them.
 """
 
-import argparse
-import json
-import os
-import platform
-import time
-from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
+from timing import best_of, jax_run, main, torch_version
 
 from ejkernel import recurrent
 
 BATCH, STEPS, FEATURES, HIDDEN = 16, 256, 256, 256
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-# Between runs: torch's threads spin for a while after their work, and would slow whoever comes next.
-PAUSE = 0.3
-
-
-def best_of(runs, rounds):
-    """Seconds of each run's best round, the runs taking turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            time.sleep(PAUSE)
-            for _ in range(3):
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
 
 
 def arguments(cell):
@@ -96,17 +70,11 @@ def gradients(f):
     return jax.grad(lambda x, w: f(x, w).sum(), (0, 1))
 
 
-def jax_run(f, args):
-    jitted = jax.jit(f)
-    return lambda: jax.block_until_ready(jitted(*args))
-
-
 def torch_runs(cell, args):
-    try:
-        import torch
-    except ImportError:
-        return {}, None
-    torch.set_num_threads(os.cpu_count())
+    if not torch_version():
+        return {}
+    import torch
+
     inputs, weights = args
     layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn": torch.nn.RNN}[cell](FEATURES, HIDDEN, batch_first=True)
     layer.load_state_dict({f"{name}_l0": torch.tensor(np.asarray(w)) for name, w in weights.items()})
@@ -119,7 +87,7 @@ def torch_runs(cell, args):
     def both():
         torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()])
 
-    return {"forward": forward, "forward+backward": both}, torch.__version__
+    return {"forward": forward, "forward+backward": both}
 
 
 def peers(rounds):
@@ -127,9 +95,9 @@ def peers(rounds):
     rows = []
     for cell in GATES:
         args = arguments(cell)
-        theirs, _ = torch_runs(cell, args)
+        theirs = torch_runs(cell, args)
         for what, wrap in (("forward", lambda f: f), ("forward+backward", gradients)):
-            runs = {"ejkernel": jax_run(wrap(ours(cell)), args), "scan": jax_run(wrap(scan(cell)), args)}
+            runs = {"ejkernel": jax_run(wrap(ours(cell)), *args), "scan": jax_run(wrap(scan(cell)), *args)}
             if theirs:
                 runs["torch"] = theirs[what]
             times = best_of(runs, rounds)
@@ -143,7 +111,7 @@ def peers(rounds):
 
 
 def memory():
-    """MiB kept from the forward for the backward, beside the arguments, and temporary memory of both together."""
+    """Temporary memory of the compiled functions, MiB."""
     result = {}
     for cell in GATES:
         args = arguments(cell)
@@ -160,32 +128,10 @@ def memory():
     return result
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)
-    result = {
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "torch": torch_runs("rnn", arguments("rnn"))[1],
-        },
-        "machine": {"cpu": jax.devices()[0].device_kind, "processor": _processor(), "cores": os.cpu_count()},
-        "sizes": {"batch": BATCH, "steps": STEPS, "features": FEATURES, "hidden": HIDDEN},
-        "temporary_mib": memory(),
-        "peers": peers(options.rounds),
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor():
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+def measure(rounds):
+    sizes = {"batch": BATCH, "steps": STEPS, "features": FEATURES, "hidden": HIDDEN}
+    return {"sizes": sizes, "temporary_mib": memory(), "peers": peers(rounds)}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)
