@@ -49,9 +49,7 @@ def backward(
     dout = dout.astype(_acc(inputs))
     if not spec.packed:
         mask = arrays.get("mask")
-        share = to_bits((dout / _counts(inputs, mask)).astype(inputs.dtype))
-        # Without the barrier XLA's CPU code may write the shares of all tokens first, and then choose among them.
-        share = lax.optimization_barrier(share)[:, None]
+        share = to_bits((dout / _counts(inputs, mask)).astype(inputs.dtype))[:, None]
         grad = jnp.broadcast_to(share, inputs.shape) if mask is None else jnp.where(mask[..., None], share, 0)
         return {"inputs": from_bits(grad, inputs.dtype)}
     offsets, tokens = arrays["cu_seqlens"], inputs.shape[1]
