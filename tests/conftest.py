@@ -1,3 +1,5 @@
+import gc
+import itertools
 import os
 
 # Before JAX is imported: CPU only, eight devices to shard over, and compilations kept between runs of the suite.
@@ -37,6 +39,18 @@ def own_store(tmp_path, monkeypatch):
     store._warned.clear()
     yield tmp_path / "cache"
     chain.forget()
+
+
+_since_cleared = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def few_executables():
+    """A process that holds thousands of compiled programs runs out of memory mappings, and crashes."""
+    yield
+    if next(_since_cleared) % 150 == 0:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
