@@ -1,6 +1,7 @@
 """What is particular to recurrent; the properties of every operation are in the files of each."""
 
 import importlib.util
+import warnings
 
 import examples_recurrent
 import jax
@@ -500,3 +501,22 @@ def test_tuning_runs_every_direction():
 def test_every_feature_has_an_example():
     used = {feature for example in examples_recurrent.EXAMPLES for feature in example.features}
     assert used == set(ejkernel.kernel_registry.operation("recurrent").features)
+
+
+def test_tuning_beside_a_plain_function(own_store):
+    """Weights are a tree, and all of it must become arrays to be timed."""
+    from ejkernel import Support, autotune, kernel_registry
+
+    @kernel_registry.register("recurrent", "cuda", "any", support=Support.everything())
+    def plain(inputs, hidden=None, weights=None, **_):
+        return inputs @ weights["weight_ih"][:2].T, None
+
+    try:
+        inputs = jnp.ones((1, 3, 4))
+        weights = {"weight_ih": jnp.ones((8, 4)), "weight_hh": jnp.ones((8, 2))}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outputs, _ = autotune(recurrent)(inputs, None, weights, platform="cuda")
+        np.testing.assert_allclose(outputs, 4.0)
+    finally:
+        kernel_registry.unregister(plain)

@@ -126,7 +126,8 @@ def _runner(
 ) -> Callable[[], Any]:
     operation = kernel_registry.operation(call.algorithm)
     if entry.plain:
-        own = operation.sample({name: x for name, x in call.arguments.items() if hasattr(x, "shape")})
+        own = {n: x for n, x in call.arguments.items() if any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))}
+        own = operation.sample(own)
         run = jax.jit(lambda own: operation.run_plain(entry, {**call.arguments, **own}))
         return lambda: run(own)
     fwd_params = params if direction == "forward" else chain.heuristic(call, device, entry, "forward")
