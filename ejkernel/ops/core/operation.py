@@ -55,7 +55,7 @@ class Call:
         features: the features in use, each with the words that name it in a reason.
         bucket: what tells apart calls that deserve tuning apart: names with strings or ints. Shipped tables serve the
             nearest sizes, which are ``heads`` and what ends in ``_len``; all else must be equal.
-        shapes: the prepared arrays, abstract.
+        shapes: the prepared arrays (or trees of them), abstract.
         fwd_params, bwd_params: what the call itself asked for.
         runs_on: the algorithm whose kernels do the work, if not the operation's own.
     """
@@ -67,7 +67,7 @@ class Call:
     head_dims: tuple[int, ...] = ()
     features: dict[str, str] = field(default_factory=dict)
     bucket: tuple[tuple[str, str | int], ...] = ()
-    shapes: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    shapes: dict[str, Any] = field(default_factory=dict)
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
     runs_on: str = ""
@@ -143,7 +143,7 @@ class Operation:
     def check_values(self, arguments: dict[str, Any]) -> None:
         """Refuse wrong values of arrays that are concrete, from all arguments by name; most operations have none to check."""
 
-    def prepare(self, arguments: dict[str, Any], spec: Any) -> dict[str, Array]:
+    def prepare(self, arguments: dict[str, Any], spec: Any) -> dict[str, Any]:
         """The arrays as kernels get them: canonical shapes, a batch axis (whole, or of size 1) in front of each."""
         raise NotImplementedError
 
@@ -182,7 +182,7 @@ class Operation:
         """Operations and bytes that the call needs at least."""
         raise NotImplementedError
 
-    def sample(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    def sample(self, shapes: dict[str, Any]) -> dict[str, Any]:
         """Prepared arrays with plausible values, for timing."""
         raise NotImplementedError
 

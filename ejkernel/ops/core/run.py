@@ -55,7 +55,7 @@ def execute(decision: Decision, chosen: select.Choice, arguments: dict[str, Any]
     return _run_guarded(decision, chosen, arguments, floats)
 
 
-def _prepare(decision: Decision, arguments: dict[str, Any]) -> dict[str, Array]:
+def _prepare(decision: Decision, arguments: dict[str, Any]) -> dict[str, Any]:
     """The kernels' arrays, all varying over the same axes of a mesh, as a custom gradient needs them."""
     prepared = decision.operation.prepare(arguments, decision.call.spec)
     axes = varying_axes(*jax.tree.leaves(prepared))
@@ -71,7 +71,7 @@ def _run_whole(decision: Decision, chosen: select.Choice, arguments: dict[str, A
     return operation.finish(arguments, *result)
 
 
-def _run_guarded(decision: Decision, chosen: select.Choice, arguments: dict[str, Any], floats: dict[str, Array]) -> Any:
+def _run_guarded(decision: Decision, chosen: select.Choice, arguments: dict[str, Any], floats: dict[str, Any]) -> Any:
     """A whole implementation that lacks gradients makes way where one of those is wanted."""
     others = {name: arguments[name] for name in decision.operation.arrays if name not in floats}
 
@@ -102,7 +102,7 @@ class _Backward:
     wanted: frozenset[str]
 
 
-def _run(decision: Decision, arrays: dict[str, Array]) -> tuple:
+def _run(decision: Decision, arrays: dict[str, Any]) -> tuple:
     """Forward and backward under the residual contract."""
     gradients = decision.operation.gradients
     differentiable = {name: array for name, array in arrays.items() if name in gradients}
