@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
 from ejkernel.errors import InvalidInputError
