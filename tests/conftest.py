@@ -2,7 +2,8 @@ import gc
 import itertools
 import os
 
-# Before JAX is imported: CPU only, eight devices to shard over, and compilations kept between runs of the suite.
+# Before JAX is imported: CPU unless JAX_PLATFORMS says otherwise, eight devices to shard over, and compilations kept
+# between runs of the suite.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), "..", ".cache", "jax"))
@@ -18,6 +19,8 @@ from ejkernel.ops.core.device import describe
 
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")
+# By how much examples and sizes shrink: Triton's interpreter runs a program's instances one after another.
+SLOWER = 4 if os.environ.get("TRITON_INTERPRET") == "1" else 1
 
 
 def runnable(algorithm):
@@ -28,6 +31,11 @@ def runnable(algorithm):
         for entry in kernel_registry.list_implementations(algorithm)
         if entry.support.devices.refusal(device) is None
     ]
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU; JAX runs on {jax.default_backend()} here")
 
 
 @pytest.fixture(autouse=True)

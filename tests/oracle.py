@@ -40,12 +40,12 @@ def visible_pairs(batch, heads, q_len, kv_len, *, attention_mask=None, causal=Fa
     return seen
 
 
-def _mix(x):
+def _mix(x, last=True):
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(0x7FEB352D)
     x = x ^ (x >> np.uint32(15))
     x = x * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
+    return x ^ (x >> np.uint32(16)) if last else x
 
 
 def dropout_factors(seed, probability, batch, heads, q_len, kv_len):
@@ -57,7 +57,7 @@ def dropout_factors(seed, probability, batch, heads, q_len, kv_len):
         b = _mix(_mix(np.asarray([seed & 0xFFFFFFFF], u)) ^ (np.arange(1, batch + 1, dtype=u) * u(0x9E3779B1)))
         h = _mix(b[:, None] ^ (np.arange(1, heads + 1, dtype=u) * u(0x85EBCA77)))
         r = _mix(h[:, :, None] ^ (np.arange(q_len, dtype=u) * u(0xC2B2AE3D)))
-        c = _mix(r[..., None] ^ (np.arange(kv_len, dtype=u) * u(0x27D4EB2F)))
+        c = _mix(r[..., None] ^ (np.arange(kv_len, dtype=u) * u(0x27D4EB2F)), last=False)
     return np.where(c >= u(round(probability * 2**32)), 1 / (1 - probability), 0.0)
 
 

@@ -1,5 +1,7 @@
 """Under jit: the same bits, no recompilation that shapes do not ask for, and little overhead outside of it."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,3 +76,25 @@ def test_every_operation(entry, example):
     jitted = jax.jit(lambda arrays: example.run(arrays, platform=entry.platform))(arrays)
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_threads_may_differentiate_at_once():
+    """One with a trained bias, one with a fixed one: the same call, but not the same gradients."""
+    x = jax.ShapeDtypeStruct((1, 20, 2, 8), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 2, 20, 20), jnp.float32)
+
+    def lower(trained):
+        def both(floats, rest, dout):
+            def attend(floats):
+                return flash_attention(**floats, **rest, causal=True)
+
+            return jax.vjp(attend, floats)[1](dout)
+
+        floats, rest = {"query": x, "key": x, "value": x}, {}
+        (floats if trained else rest)["bias"] = bias
+        return len(jax.tree.leaves(jax.jit(both).lower(floats, rest, x).out_info))
+
+    for _ in range(8):
+        jax.clear_caches()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lower, [True, False] * 2)) == [4, 3] * 2

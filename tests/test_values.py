@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import COMBINED, SMALL_BLOCKS, Case, any_case, single_feature_cases
-from conftest import runnable
+from conftest import SLOWER, runnable
 from examples import assert_trees_close, every_example, main_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,7 +55,7 @@ def test_dtypes(entry, dtype, name, request):
 
 
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@settings(max_examples=30)
+@settings(max_examples=30 // SLOWER)
 @given(data=st.data())
 def test_feature_combinations(entry, data):
     check(entry, data.draw(any_case(entry.support.features)))

@@ -1,13 +1,15 @@
 """Which attention weights dropout keeps: one counter-based hash, the same on every platform.
 
 The hash is ``lowbias32`` (two 32-bit multiplications, three xor-shifts: cheap in Triton, on a TPU and in XLA alike),
-applied in three steps so that the inner loop pays for one application an element:
+applied in three steps so that the inner loop pays for less than one application an element:
 
     batch key   = mix(mix(seed) ^ (batch + 1) * B)        once a batch entry, by the operation
-    row key     = mix(mix(batch key ^ (head + 1) * H) ^ row * R)
-    hash        = mix(row key ^ column * C)               once an element
+    row key     = fold(mix(mix(batch key ^ (head + 1) * H) ^ row * R))
+    hash        = finish(row key ^ fold(column * C))      once an element
 
-with odd constants, so that distinct counters stay distinct. An element is kept where ``hash >= p * 2**32``.
+with odd constants, so that distinct counters stay distinct. An element is kept where ``hash >= p * 2**32``. ``mix`` begins
+with ``fold``, which distributes over xor and so is paid once a row and once a column; the xor-shift that ends it changes
+the low half alone, which no comparison with a probability notices, and is left out.
 """
 
 from __future__ import annotations
@@ -23,11 +25,19 @@ COLUMN_STRIDE = 0x27D4EB2F
 
 def mix(x: Array) -> Array:
     """``lowbias32``: a bijection of uint32 in which every input bit flips every output bit half the time."""
-    x = x ^ (x >> 16)
+    return fold(finish(fold(x)))
+
+
+def fold(x: Array) -> Array:
+    """The high half into the low half."""
+    return x ^ (x >> 16)
+
+
+def finish(x: Array) -> Array:
+    """Two rounds of multiplication."""
     x = x * jnp.uint32(0x7FEB352D)
     x = x ^ (x >> 15)
-    x = x * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    return x * jnp.uint32(0x846CA68B)
 
 
 def batch_keys(seed: Array, batch: int) -> Array:
@@ -39,12 +49,13 @@ def batch_keys(seed: Array, batch: int) -> Array:
 def row_keys(batch_key: Array, head: Array, row: Array) -> Array:
     """Keys of query rows; the three arguments broadcast against each other."""
     head_key = mix(batch_key ^ (head.astype(jnp.uint32) + jnp.uint32(1)) * jnp.uint32(HEAD_STRIDE))
-    return mix(head_key ^ row.astype(jnp.uint32) * jnp.uint32(ROW_STRIDE))
+    return fold(mix(head_key ^ row.astype(jnp.uint32) * jnp.uint32(ROW_STRIDE)))
 
 
 def keep(row_key: Array, column: Array, probability: float) -> Array:
     """True where the weight of (row, column) survives dropout with that probability."""
-    return mix(row_key ^ column.astype(jnp.uint32) * jnp.uint32(COLUMN_STRIDE)) >= jnp.uint32(threshold(probability))
+    column_key = fold(column.astype(jnp.uint32) * jnp.uint32(COLUMN_STRIDE))
+    return finish(row_key ^ column_key) >= jnp.uint32(threshold(probability))
 
 
 def threshold(probability: float) -> int:

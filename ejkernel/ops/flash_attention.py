@@ -197,6 +197,7 @@ class FlashAttention(Operation):
     }
     gradients = ("query", "key", "value", "bias", "softmax_aux")
     shareable = frozenset({"attention_mask", "bias", "softmax_aux", "kv_start", "kv_stop"})
+    undemanding = frozenset({"causal", "window", "sinks", "gqa", "cross"})
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, Python seeds 32 bits."""

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels._xla import visibility
+from ejkernel.kernels import visibility
 from ejkernel.kernels._xla.problem import BLOCK, Problem, add_block, flip, store
 from ejkernel.ops.core.registry import kernel_registry
 from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +29,13 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+PASSES = 2
 ROUNDS = 5
 SECONDS_A_CANDIDATE = 0.5
+# A shorter run of an accelerator is timed in a row of this length, ended by one wait.
+SECONDS_A_ROW = 0.01
+SHORT = 0.002
+COMPILERS = 16
 
 
 def autotune(fn: Callable[..., R]) -> Callable[..., R]:
@@ -93,19 +101,27 @@ def _device(device: DeviceInfo) -> jax.Device | None:
 
 
 def _measure_here(call, device, here, entries, direction) -> dict[Implementation, chain.Record]:
-    operation = kernel_registry.operation(call.algorithm)
     candidates = [(entry, params) for entry in entries for params in _candidates(call, device, entry, direction)]
     best: dict[Implementation, chain.Record] = {}
-    with jax.default_device(here), _Progress(f"tuning {call.operation}, {direction}", len(candidates)) as progress:
-        arrays = operation.sample(call.shapes)
-        for entry, params in candidates:
-            progress.step(f"{entry} {_words(params)}")
+    with (
+        jax.default_device(here),
+        _Progress(f"tuning {call.operation}, {direction}", (1 + PASSES) * len(candidates)) as progress,
+    ):
+        arrays = kernel_registry.operation(call.algorithm).sample(call.shapes)
+        compiled = _compile_all(call, device, here, candidates, arrays, direction, progress)
+        # Twice over, and the better counts: what is timed first finds a device that has not reached its clocks yet.
+        failed: set[tuple[Implementation, Any]] = set()
+        for (entry, params), run in PASSES * list(zip(candidates, compiled, strict=True)):
+            if (entry, params) in failed:
+                continue
+            progress.step(f"timing {entry} {_words(params)}")
             try:
-                seconds = _time(_runner(entry, params, call, device, arrays, direction))
+                seconds = _time(run())
             except Exception as error:
                 warnings.warn(
                     f"{call.operation} on {entry} with {_words(params)} failed while tuning: {error}", stacklevel=2
                 )
+                failed.add((entry, params))
                 continue
             if entry not in best or seconds < best[entry].seconds:
                 best[entry] = chain.Record(params, seconds, "autotune")
@@ -121,38 +137,87 @@ def _candidates(call: Call, device: DeviceInfo, entry: Implementation, direction
     return list(dict.fromkeys([defaults, *proposed]))
 
 
-def _runner(
+def _compile_all(call, device, here, candidates, arrays, direction, progress) -> list[Callable[[], Callable]]:
+    """Every candidate compiled, several at a time and before any is timed: each gives its runner, or raises its error."""
+
+    def build(candidate: tuple[Implementation, Any]) -> Callable[[], Callable]:
+        try:
+            with jax.default_device(here):  # a setting of each thread
+                work, args = _work(*candidate, call, device, arrays, direction)
+                compiled = work.lower(*args).compile()
+        except Exception as error:
+            return functools.partial(_reraise, error)
+        return lambda: functools.partial(compiled, *_concrete(args))
+
+    workers = max(1, min(COMPILERS, os.cpu_count() or 1, len(candidates)))
+    built = []
+    with ThreadPoolExecutor(workers, "ejkernel-compile") as pool:
+        for (entry, params), run in zip(candidates, pool.map(build, candidates), strict=True):
+            progress.step(f"compiling {entry} {_words(params)}")
+            built.append(run)
+    return built
+
+
+def _reraise(error: Exception) -> Callable:
+    raise error
+
+
+def _work(
     entry: Implementation, params: Any, call: Call, device: DeviceInfo, arrays: dict[str, Any], direction: str
-) -> Callable[[], Any]:
+) -> tuple[Any, tuple]:
+    """A jitted function to time, and its arguments, of which some may be abstract."""
     operation = kernel_registry.operation(call.algorithm)
     if entry.plain:
         own = {n: x for n, x in call.arguments.items() if any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))}
-        own = operation.sample(own)
-        run = jax.jit(lambda own: operation.run_plain(entry, {**call.arguments, **own}))
-        return lambda: run(own)
+        return jax.jit(lambda own: operation.run_plain(entry, {**call.arguments, **own})), (operation.sample(own),)
     fwd_params = params if direction == "forward" else chain.heuristic(call, device, entry, "forward")
     forward = jax.jit(lambda arrays: operation.run_forward(entry, arrays, call.spec, fwd_params))
     if direction == "forward":
-        return lambda: forward(arrays)
+        return forward, (arrays,)
     residuals = jax.eval_shape(forward, arrays)
-    out, lse = (jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), r) for r in residuals)
     wanted = frozenset(name for name in operation.gradients if name in arrays)
     backward = jax.jit(lambda arrays, *rest: operation.run_backward(entry, wanted, arrays, call.spec, params, *rest))
-    return lambda: backward(arrays, out, lse, out, lse)
+    return backward, (arrays, *residuals, *residuals)
+
+
+def _concrete(args: tuple) -> tuple:
+    """Ones in the place of what is abstract."""
+    return jax.tree.map(
+        lambda x: jnp.ones(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
+        args,
+    )
 
 
 def _time(run: Callable[[], Any]) -> float:
-    """The best of a few runs, after one that compiles and one that warms up."""
+    """Seconds of the best of a few runs, after one that warms up."""
     jax.block_until_ready(run())
-    best, spent = float("inf"), 0.0
+    single, out = _seconds(run, 1)
+    devices = [device for leaf in jax.tree.leaves(out) for device in leaf.devices()]
+    calls = _calls_a_wait(single, all(device.platform != "cpu" for device in devices))
+    best, spent = (single if calls == 1 else float("inf")), single
     for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds = time.perf_counter() - start
-        best, spent = min(best, seconds), spent + seconds
         if spent > SECONDS_A_CANDIDATE:
             break
+        seconds, _ = _seconds(run, calls)
+        best, spent = min(best, seconds / calls), spent + seconds
     return best
+
+
+def _calls_a_wait(seconds: float, in_order: bool) -> int:
+    """How many runs to start before waiting: the way to a device and back must not count.
+
+    A CPU, which may run several at once, and long runs are waited for one by one.
+    """
+    return math.ceil(SECONDS_A_ROW / max(seconds, 1e-4)) if in_order and seconds < SHORT else 1
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> tuple[float, Any]:
+    """Seconds of so many runs, and what the last gave."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        out = run()
+    jax.block_until_ready(out)
+    return time.perf_counter() - start, out
 
 
 def _words(params: Any) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ejkernel.callib.chips import CHIPS
 from ejkernel.ops.config import store
 from ejkernel.ops.config.store import params_class
 from ejkernel.ops.core.context import surroundings
@@ -24,26 +25,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured of one implementation: its best parameters and their time."""
+    """What was measured of one implementation: its best parameters and their time.
+
+    ``bucket`` is the call that a shipped table measured, which need not be quite the one that is asked about.
+    """
 
     params: FwdParams | BwdParams
     seconds: float
     source: str
+    bucket: str = ""
+    distance: float = 0.0
 
 
 _memory: dict[str, Record] = {}
 _absent: set[str] = set()
 
 
-def environment() -> tuple[str | None, str | None]:
+def environment() -> tuple[str | None, ...]:
     """The variables that change what is chosen; part of the key of everything that is cached."""
-    return os.environ.get("EJKERNEL_AUTOTUNE"), os.environ.get("EJKERNEL_CACHE_DIR")
+    names = ("EJKERNEL_AUTOTUNE", "EJKERNEL_CACHE_DIR", "EJKERNEL_NONDETERMINISTIC")
+    return tuple(os.environ.get(name) for name in names)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def tuning_asked() -> bool:
     """Whether calls are to be measured: in a block of ``autotune``, or by ``EJKERNEL_AUTOTUNE``."""
-    asked = (environment()[0] or "").lower()
-    return surroundings().tuning or asked not in ("", "0", "false", "no", "off")
+    return surroundings().tuning or _is_set("EJKERNEL_AUTOTUNE")
+
+
+def nondeterminism_allowed() -> bool:
+    """Whether gradients may differ in their last bits from run to run: ``EJKERNEL_NONDETERMINISTIC``."""
+    return _is_set("EJKERNEL_NONDETERMINISTIC")
 
 
 def entry_key(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> dict[str, Any]:
@@ -74,7 +89,11 @@ def records(
         from ejkernel.ops.config import autotune
 
         found |= autotune.measure(call, device, missing, direction)
-    return {entry: record for entry, record in found.items() if record is not None}
+    known = {entry: record for entry, record in found.items() if record is not None}
+    # Times of different calls say nothing about each other: of what is shipped, only what the nearest call took counts.
+    shipped = [record for record in known.values() if record.source == "shipped"]
+    nearest = min(shipped, key=lambda record: record.distance).bucket if shipped else ""
+    return {entry: record for entry, record in known.items() if record.source != "shipped" or record.bucket == nearest}
 
 
 def lookup(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> Record | None:
@@ -108,7 +127,7 @@ def forget() -> None:
     """Drop what this process remembers; the store stays."""
     _memory.clear()
     _absent.clear()
-    _table.cache_clear()
+    _rows.cache_clear()
     kernel_registry.generation += 1
 
 
@@ -126,6 +145,9 @@ def resolve(
     """The parameters to run with, and the first link of the chain that had a say."""
     cls = params_class(direction)
     params, source = heuristic(call, device, entry, direction), "heuristic"
+    similar = _similar(call, device, entry, direction) if record is None else None
+    if similar is not None:
+        params, source = cls.merge(params, similar), "shipped for a similar call"
     given = call.fwd_params if direction == "forward" else call.bwd_params
     for link, layer in (
         (record.source if record else "", record.params if record else None),
@@ -140,23 +162,79 @@ def resolve(
 def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> Record | None:
     """The entry measured for the nearest sizes, all else being equal."""
     wanted = dict(call.bucket)
-    sizes = [name for name in wanted if name.endswith("_len") or name == "heads"]
-    best = None
-    for row in _table(device.name, call.algorithm):
-        same = row["direction"] == direction and row["implementation"] == entry.name and row["version"] == entry.version
-        if not same or any(row["call"].get(name) != value for name, value in wanted.items() if name not in sizes):
-            continue
-        distance = sum(abs(math.log2(row["call"][name] / wanted[name])) for name in sizes)
-        if best is None or distance < best[0]:
-            best = (distance, row)
-    if best is None:
+    row = _nearest(call, device, entry, direction, lambda bucket: _apart(bucket, wanted))
+    if row is None:
         return None
-    return Record(params_class(direction)(**best[1]["params"]), best[1]["seconds"], "shipped")
+    params = params_class(direction)(**row["params"])
+    distance = _apart(row["call"], wanted) or 0.0
+    return Record(params, row["seconds"], "shipped", json.dumps(row["call"], sort_keys=True), distance)
+
+
+def _similar(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> FwdParams | BwdParams | None:
+    """Parameters measured for a call that asks as much of a kernel; its time says nothing of this one."""
+    wanted = dict(call.bucket)
+    free = getattr(kernel_registry.operation(call.algorithm), "undemanding", frozenset())
+    if not free or not wanted:
+        return None
+
+    def apart(bucket: dict[str, Any]) -> float | None:
+        features = [set(b["features"].split()) for b in (bucket, wanted)]
+        if (features[0] ^ features[1]) - free:
+            return None
+        dims = [[(b[name] - 1).bit_length() for name in ("head_dim", "value_dim")] for b in (bucket, wanted)]
+        alike = {**bucket, "features": wanted["features"], "window": wanted["window"]}
+        alike |= {name: wanted[name] for name in ("head_dim", "value_dim")}
+        distance = _apart(alike, wanted)
+        return None if distance is None or dims[0] != dims[1] else distance + 4 * len(features[0] ^ features[1])
+
+    row = _nearest(call, device, entry, direction, apart)
+    return None if row is None else params_class(direction)(**row["params"])
+
+
+def _nearest(
+    call: Call, device: DeviceInfo, entry: Implementation, direction: str, apart: Any
+) -> dict[str, Any] | None:
+    """The row of an implementation that is least apart from a call, None if all are too far."""
+    named = {"direction": direction, "implementation": entry.name, "version": entry.version}
+    rows = [row for row in _table(device, call.algorithm) if all(row[name] == value for name, value in named.items())]
+    distances = [(distance, row) for row in rows if (distance := apart(row["call"])) is not None]
+    return min(distances, key=lambda pair: pair[0])[1] if distances else None
+
+
+def _apart(bucket: dict[str, Any], wanted: dict[str, Any]) -> float | None:
+    """How far the sizes of two calls are from each other, in powers of two; None if more than sizes differs."""
+    distance = 0.0
+    for name, value in wanted.items():
+        other = bucket.get(name)
+        if name == "window" and other is not None:
+            sides = list(zip(value.split(":"), other.split(":"), strict=True))
+        elif name.endswith("_len") or name in ("heads", "group"):
+            sides = [(value, other)]
+        elif other == value:
+            continue
+        else:
+            return None
+        for ours, theirs in sides:
+            if bool(ours) != bool(theirs):
+                return None
+            distance += abs(math.log2(int(ours) / int(theirs))) if ours else 0.0
+    return distance
+
+
+def _table(device: DeviceInfo, operation: str) -> tuple[dict[str, Any], ...]:
+    """The chip's own, else that of a chip of its family: the same vendor, the same major capability."""
+    family = device.capability // 10  # 0 where it says nothing: TPUs, AMD, unknown chips
+    relatives = [
+        chip for chip in CHIPS.values() if family and (chip.vendor, chip.capability // 10) == (device.vendor, family)
+    ]
+    relatives.sort(key=lambda chip: abs(chip.capability - device.capability))
+    names = dict.fromkeys([device.name, *(chip.slug for chip in relatives)])
+    return next(filter(None, (_rows(name, operation) for name in names)), ())
 
 
 @functools.cache
-def _table(device: str, operation: str) -> tuple[dict[str, Any], ...]:
-    path = resources.files("ejkernel") / "tuned" / device / f"{operation}.json"
+def _rows(chip: str, operation: str) -> tuple[dict[str, Any], ...]:
+    path = resources.files("ejkernel") / "tuned" / chip / f"{operation}.json"
     if not path.is_file():
         return ()
     return tuple(json.loads(path.read_text())["entries"])

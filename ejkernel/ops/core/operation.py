@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -70,6 +71,7 @@ class Call:
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
     runs_on: str = ""
+    undemanding: frozenset[str] = frozenset()
 
     @property
     def algorithm(self) -> str:
@@ -112,6 +114,8 @@ class Operation:
         gradients: the arguments that can have gradients.
         shareable: the prepared arrays that may have a batch axis of size 1 beside a larger batch.
         runs_on: the operation whose kernels do the work, for one that has none of its own.
+        undemanding: features that ask no more of a kernel's registers and memory: parameters measured with and without
+            them serve each other.
 
     A prepared array may be a tree of arrays; its name then stands for all of them.
     """
@@ -189,7 +193,9 @@ class Operation:
         """Run a call; ``arrays`` and ``statics`` in the order of the class attributes."""
         first = arrays[0]
         device = next(iter(first.devices())) if is_concrete(first) else None
-        key = (statics, types_of(statics), device, kernel_registry.generation, chain.environment())
+        # JAX's rules for a custom gradient inside a jitted function write into it: threads that trace have one each.
+        thread = threading.get_ident() if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)) else None
+        key = (statics, types_of(statics), device, kernel_registry.generation, chain.environment(), thread)
         try:
             jitted = self._jitted.get(key)
         except TypeError:  # an unhashable static

@@ -19,7 +19,14 @@ T = TypeVar("T")
 # Our own kernels register when their module is imported, and that waits until somebody asks for the operation.
 BUILTIN = {
     "blocksparse_attention": ("ejkernel.ops.blocksparse_attention", ("ejkernel.kernels._xla.blocksparse_attention",)),
-    "flash_attention": ("ejkernel.ops.flash_attention", ("ejkernel.kernels._xla.flash_attention",)),
+    "flash_attention": (
+        "ejkernel.ops.flash_attention",
+        (
+            "ejkernel.kernels._xla.flash_attention",
+            "ejkernel.kernels._triton.flash_attention",
+            "ejkernel.kernels._cudnn.flash_attention",
+        ),
+    ),
     "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
     "mean_pooling": ("ejkernel.ops.mean_pooling", ("ejkernel.kernels._xla.mean_pooling",)),
     "page_attention": ("ejkernel.ops.page_attention", ("ejkernel.kernels._xla.page_attention",)),

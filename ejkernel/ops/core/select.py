@@ -134,10 +134,8 @@ def decide(
         pin = pins.refusal(entry, device)
         alone = direction == "backward" or entry.whole
         reasons = [pin] if pin else entry.support.refusals(request if alone else without_gradients)
-        if direction == "backward" and entry.whole and not pin:
-            reasons.append("is differentiated only as a whole")
-        elif call.runs_on and entry.whole and not pin:
-            reasons.append(f"has no forward and backward of its own, which {call.operation} is made of")
+        if not pin:
+            reasons += _unfit(entry, call, pins, gradients, direction)
         if reasons:
             refused[entry] = tuple(reasons)
     admissible = [entry for entry in entries if entry not in refused]
@@ -164,6 +162,21 @@ def decide(
         Candidate(entry, *_verdict(entry, chosen, refused, records)) for entry in [*admissible, *refused]
     )
     return Explanation(call, device, pins, chosen, candidates)
+
+
+def _unfit(entry: Implementation, call: Call, pins: Pins, gradients: frozenset[str], direction: str) -> list[str]:
+    """Reasons that lie in how an implementation is differentiated."""
+    if entry.whole and direction == "backward":
+        return ["is differentiated only as a whole"]
+    reasons = []
+    if entry.whole and call.runs_on:
+        reasons.append(f"has no forward and backward of its own, which {call.operation} is made of")
+    differentiates = direction == "backward" or (entry.whole and gradients)
+    accepted = entry.support.deterministic or pins.platform is entry.platform or chain.nondeterminism_allowed()
+    if differentiates and not accepted:
+        named = f"platform={entry.platform.value!r} or EJKERNEL_NONDETERMINISTIC=1"
+        reasons.append(f"its gradients differ from run to run in their last bits ({named} accepts that)")
+    return reasons
 
 
 def _verdict(entry: Implementation, chosen: Choice | None, refused: dict, records: dict) -> tuple[str, tuple[str, ...]]:

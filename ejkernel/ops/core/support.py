@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,8 @@ class Devices:
         if self == any_device():
             return "any"
         name = " ".join(filter(None, [self.vendor, "/".join(sorted(self.kinds)).upper()]))
+        if self.min_capability and self.min_capability == self.max_capability:
+            return f"{name} {self.min_capability}"
         upper = "" if self.max_capability is None else f"–{self.max_capability}"
         return name + (f" ≥ {self.min_capability}{upper}" if self.min_capability else "")
 
@@ -113,28 +115,40 @@ def tpu(min_generation: int = 0) -> Devices:
 
 @dataclass(frozen=True)
 class HeadDims:
-    """Which head dims a kernel takes; a query's and a value's are each asked for."""
+    """Which head dims a kernel takes; a query's and a value's are each asked for.
+
+    ``exceptions`` are sets of devices with another ``at_most``; the first that holds the device counts.
+    """
 
     step: int = 1
     at_most: int | None = None
+    exceptions: tuple[tuple[Devices, int], ...] = ()
 
-    def refusal(self, dim: int) -> str | None:
+    def refusal(self, dim: int, device: DeviceInfo) -> str | None:
         """Why a head dim is not among them."""
         if dim % self.step:
             return f"head dim {dim} is not a multiple of {self.step}"
-        if self.at_most is not None and dim > self.at_most:
-            return f"head dim {dim} is above {self.at_most}"
+        limits = (limit for devices, limit in self.exceptions if devices.refusal(device) is None)
+        at_most = next(limits, self.at_most)
+        if at_most is not None and dim > at_most:
+            return f"head dim {dim} is above {at_most}" + (f", the most on {device}" if self.exceptions else "")
         return None
 
     def __str__(self) -> str:
         parts = [f"multiples of {self.step}"] if self.step > 1 else []
         parts += [f"up to {self.at_most}"] if self.at_most is not None else []
+        parts += [f"up to {limit} on {devices}" for devices, limit in self.exceptions]
         return ", ".join(parts) or "any"
 
 
-def multiple_of(step: int, at_most: int | None = None) -> HeadDims:
-    """Head dims that are multiples of ``step``."""
-    return HeadDims(step, at_most)
+def multiple_of(step: int, at_most: int | None = None, *, exceptions: tuple[tuple[Devices, int], ...] = ()) -> HeadDims:
+    """Head dims that are multiples of ``step``; ``exceptions`` are pairs of devices and the most there.
+
+    Example:
+        >>> print(multiple_of(8, at_most=128, exceptions=((cuda(90, 90), 256),)))
+        multiples of 8, up to 128, up to 256 on nvidia GPU 90
+    """
+    return HeadDims(step, at_most, exceptions)
 
 
 HALF = frozenset({"float16", "bfloat16"})
@@ -176,6 +190,10 @@ class Support:
         gradients: for which arguments it returns gradients.
         deterministic: whether a rerun gives the same bits.
         requires: modules that must be installed, and the extra of ejkernel that installs them.
+        excludes: sets of features that it has, but not all together.
+        needs: pairs of features: it has the first only beside the second.
+        check: asked, on the devices above, for a reason why it cannot run: a library that is missing or too old.
+            ``is_present`` tells a device of this process from a described one, of which no library is known.
     """
 
     devices: Devices = field(default_factory=any_device)
@@ -185,6 +203,9 @@ class Support:
     gradients: Set[str] = frozenset()
     deterministic: bool = True
     requires: tuple[tuple[str, str], ...] = ()
+    excludes: tuple[Set[str], ...] = ()
+    needs: tuple[tuple[str, str], ...] = ()
+    check: Callable[[DeviceInfo], str | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dtypes", "features", "gradients"):
@@ -194,6 +215,13 @@ class Support:
             if value is not EVERYTHING:
                 plain = map(_dtype_name, value) if name == "dtypes" else value
                 object.__setattr__(self, name, frozenset(plain))
+        for name in ("excludes", "needs"):
+            for together in getattr(self, name):
+                unknown = sorted(feature for feature in together if feature not in self.features)
+                if isinstance(together, str) or unknown:
+                    raise InvalidInputError(
+                        f"Support({name}=…) has {together!r}: expected names out of features={sorted(self.features)}."
+                    )
 
     @classmethod
     def everything(cls, *, devices: Devices | None = None) -> Support:
@@ -207,18 +235,41 @@ class Support:
 
     def refusals(self, request: Request) -> list[str]:
         """Every reason why this implementation cannot do what is asked; empty if it can."""
-        reasons = [self.devices.refusal(request.device)]
+        absent = self.devices.refusal(request.device)
+        reasons = [absent]
         if request.dtype and request.dtype not in self.dtypes:
             reasons.append(f"dtype {request.dtype} is not supported")
-        reasons += [self.head_dims.refusal(dim) for dim in dict.fromkeys(request.head_dims)]
+        reasons += [self.head_dims.refusal(dim, request.device) for dim in dict.fromkeys(request.head_dims)]
         reasons += [
             f"{phrase} is not supported" for name, phrase in request.features.items() if name not in self.features
         ]
+        reasons += self._combinations(request.features)
         reasons += [f"no gradient for {name}" for name in sorted(request.gradients) if name not in self.gradients]
         for module, extra in self.requires:
             if importlib.util.find_spec(module) is None:
                 reasons.append(f"needs the package {module} (pip install 'ejkernel[{extra}]')")
+        if self.check is not None and absent is None:
+            reasons.append(self.check(request.device))
         return [reason for reason in reasons if reason]
+
+    def _combinations(self, used: Mapping[str, str]) -> list[str]:
+        """The reasons that lie in features which do not go together, or not alone."""
+        reasons = [
+            f"{' with '.join(phrase for name, phrase in used.items() if name in group)} is not supported"
+            for group in self.excludes
+            if all(name in used for name in group)
+        ]
+        reasons += [
+            f"{used[name]} is supported only with {other}"
+            for name, other in self.needs
+            if name in used and other not in used
+        ]
+        return reasons
+
+
+def is_present(device: DeviceInfo) -> bool:
+    """Whether a device is one of this process, not one described by its name."""
+    return not device.fingerprint.endswith("|described")
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,13 @@ class Ranges(NamedTuple):
     full_end: Any
 
 
-def key_ranges(start, stop, segments, q_block: int, kv_len: int) -> Ranges:
-    """The keys that each block of queries needs."""
+def key_ranges(start, stop, segments, q_block: int, kv_len: int, shifted: bool = True) -> Ranges:
+    """The keys that each block of queries needs; the last block is shifted back to the end, or else partial."""
     q_len = start.shape[1]
-    first = np.minimum(np.arange(0, q_len, q_block), q_len - q_block)
-    last = first + q_block - 1
+    first = np.arange(0, q_len, q_block)
+    if shifted:
+        first = np.minimum(first, q_len - q_block)
+    last = np.minimum(first + q_block, q_len) - 1
     ranges = Ranges(start[:, first], stop[:, last], start[:, last], stop[:, first])
     if segments is not None:
         ranges = _intersect(ranges, _segment_ranges(*segments, first, q_block, kv_len))
@@ -56,10 +58,7 @@ def query_ranges(start, stop, segments, kv_block: int, kv_len: int) -> Ranges:
         ranges = ranges._replace(full_end=xp.where(partial, 0, ranges.full_end))
     if segments is not None:
         q_segments, kv_segments = segments
-        start_of_block = np.minimum(first, kv_len - kv_block)
-        ranges = _intersect(
-            ranges, _segment_ranges(kv_segments, q_segments, start_of_block, kv_block, q_segments.shape[1])
-        )
+        ranges = _intersect(ranges, _segment_ranges(kv_segments, q_segments, first, kv_block, q_segments.shape[1]))
     return ranges
 
 
@@ -68,13 +67,18 @@ def _bisect(array) -> Callable:
         return lambda rows, values, side: np.stack([np.searchsorted(row, values, side) for row in rows]).astype(
             np.int32
         )
-    search = jax.vmap(lambda row, values, side: jnp.searchsorted(row, values, side=side), in_axes=(0, None, None))
+
+    def count(row, values, side):
+        # Every pair compared: a bisection is a loop of small kernels, which takes a GPU longer.
+        return jnp.searchsorted(row, values, side=side, method="compare_all")
+
+    search = jax.vmap(count, in_axes=(0, None, None))
     return lambda rows, values, side: search(jnp.asarray(rows), jnp.asarray(values, jnp.int32), side).astype(jnp.int32)
 
 
 def _segment_ranges(own, other, first, block: int, length: int) -> Ranges:
     """The hull of the positions of ``other`` whose ids lie between those of each block of ``own``."""
-    ids = own[:, first[:, None] + np.arange(block)]
+    ids = own[:, np.minimum(first[:, None] + np.arange(block), own.shape[1] - 1)]
     large = jnp.asarray(jnp.iinfo(ids.dtype).max, ids.dtype)
     low = jnp.where(ids > 0, ids, large).min(-1, keepdims=True)
     high = ids.max(-1, keepdims=True)

@@ -1,0 +1,140 @@
+"""Calling Triton kernels from JAX: through jax-triton on a GPU, through Triton's interpreter on a CPU.
+
+The interpreter runs where the environment says ``TRITON_INTERPRET=1`` before Triton is imported; then the very kernels
+that a GPU gets run under ``jax.jit`` on a CPU, one program after another. It knows no bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from ejkernel.kernels._triton import cache
+from ejkernel.kernels.varying import vary_over, varying_axes
+from ejkernel.ops.core.context import surroundings
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter in this process."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on_nvidia() -> bool:
+    """Whether kernels are compiled for an NVIDIA GPU: the described one, else JAX's default backend tells."""
+    if interpreting():
+        return False
+    if described := surroundings().target:
+        return described.vendor == "nvidia"
+    return "rocm" not in str(jax.devices()[0].client.platform_version).lower()
+
+
+def call(
+    kernel: Any,
+    arrays: Sequence[Array],
+    scalars: Sequence[int],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    programs: int,
+    constants: Any,
+    num_warps: int,
+    num_stages: int,
+) -> list[Array]:
+    """Run ``programs`` instances of a kernel whose parameters are the arrays, the scalars, the outputs and ``C``."""
+    axes = varying_axes(*arrays)
+    run = _interpreted if interpreting() else _on_gpu
+    results = run(kernel, arrays, tuple(scalars), tuple(outputs), programs, constants, num_warps, num_stages)
+    return [vary_over(result, axes) for result in results]
+
+
+@functools.cache
+def _results_argument() -> str:
+    """What jax-triton calls the results' types: ``out_type`` from 0.4 on."""
+    import jax_triton
+
+    return "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
+
+
+def _on_gpu(kernel, arrays, scalars, outputs, programs, constants, num_warps, num_stages) -> list[Array]:
+    import jax_triton
+
+    cache.install()
+    described = surroundings().target
+    return jax_triton.triton_call(
+        *arrays,
+        *scalars,
+        kernel=kernel,
+        grid=(programs,),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        # None: that of the GPU that is here.
+        compute_capability=(described.capability or None) if described else None,
+        C=constants,
+        **{_results_argument(): list(outputs)},
+    )
+
+
+# The interpreter patches Triton's language while it runs.
+_interpreter = threading.Lock()
+
+
+def _interpreted(kernel, arrays, scalars, outputs, programs, constants, num_warps, num_stages) -> list[Array]:
+    del num_warps, num_stages
+
+    def run(*arrays):
+        # Poison: what a kernel does not write is seen.
+        results = [_poisoned(like) for like in outputs]
+        tensors = [_Tensor(np.ascontiguousarray(x)) for x in arrays] + [_Tensor(x) for x in results]
+        with _interpreter:
+            kernel[(programs,)](*tensors[: len(arrays)], *scalars, *tensors[len(arrays) :], C=constants)
+        return tuple(results)
+
+    return list(jax.pure_callback(run, tuple(outputs), *arrays))
+
+
+def _poisoned(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    poison = np.nan if np.issubdtype(like.dtype, np.floating) else np.iinfo(like.dtype).min
+    return np.full(like.shape, poison, like.dtype)
+
+
+class _Tensor:
+    """What Triton's interpreter needs to see of a torch tensor, over a numpy array that it works on in place."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.dtype = array.dtype
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> _Tensor:
+        return self
+
+    def cpu(self) -> _Tensor:
+        return self
+
+    def new_empty(self, *_: Any, **__: Any) -> _Tensor:
+        return _Tensor(self.array)
+
+    def set_(self, storage: _Tensor, *_: Any) -> None:
+        self.__init__(storage.array)
+
+    def copy_(self, other: _Tensor) -> None:
+        """Host and device are one."""
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)

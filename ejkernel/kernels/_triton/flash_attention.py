@@ -1,0 +1,564 @@
+"""Flash attention in Triton: which kernels run, with which blocks.
+
+Loops visit only blocks that hold a visible pair, and test nothing where every pair is visible; the plan comes from
+``visibility.py``: a constant for causality and windows, computed on the device for packed sequences and segments. The
+backward is two kernels, one a block of keys and one a block of queries, so nothing is added atomically and every rerun
+gives the same bits; a bias that wants a gradient takes a third.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ejkernel.kernels import dropout, visibility
+from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
+from ejkernel.kernels._xla.flash_attention import sink_gradient
+from ejkernel.kernels.intervals import intervals
+from ejkernel.ops.core.registry import kernel_registry
+from ejkernel.ops.core.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+
+LOG2E = math.log2(math.e)
+LARGEST_HEAD_DIM = 256
+ALIGNED = 16
+# Arrays that decide what is visible.
+BY_DATA = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_start"})
+# The head dim up to which the gradients of keys and values are accumulated together.
+WIDEST_PAIR = 128
+
+
+def forward(arrays: dict[str, Array], spec: Any, params: FwdParams) -> tuple[Array, Array]:
+    """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
+    from ejkernel.kernels._triton import flash_kernels
+
+    p = _Problem(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize)
+    sinks = arrays.get("softmax_aux", p.nothing)
+    walks, full, partial = p.key_walks()
+    batch, q_len, heads, _ = p.query.shape
+    outputs = (
+        jax.ShapeDtypeStruct((batch, q_len, heads, p.value_dim), p.query.dtype),
+        jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32),
+    )
+    out, lse = call(
+        flash_kernels.forward,
+        [*p.pointers, walks, sinks],
+        [*p.lengths, p.q_blocks, *p.strides(walks), 0 if sinks.shape[0] == 1 else heads],
+        outputs,
+        programs=p.q_blocks * heads * batch,
+        constants=p.constants(full, partial),
+        num_warps=params.num_warps or 4,
+        num_stages=params.num_stages or 2,
+    )
+    return out, lse
+
+
+def backward(
+    arrays: dict[str, Array],
+    spec: Any,
+    params: BwdParams,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+    wanted: frozenset[str],
+) -> dict[str, Array]:
+    """The wanted gradients, from the residuals ``(out, lse)``."""
+    finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
+    # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
+    slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1).swapaxes(1, 2) - dlse
+    # A row that sees nothing has no gradient, whatever its cotangents are.
+    slope = jnp.where(lse == -jnp.inf, 0, slope)
+    if "softmax_aux" not in arrays and BY_DATA & arrays.keys():
+        # It may hold NaN, and the kernels sum over it.
+        gone = (lse == -jnp.inf).swapaxes(1, 2)[..., None]
+        arrays = {**arrays, "query": jnp.where(gone, 0, arrays["query"])}
+        dout = jnp.where(gone, 0, dout)
+    arrays = _without_unseen(arrays, spec)
+    residuals = [dout, finite_lse * LOG2E, slope]
+    grads = {}
+    grads |= _key_gradients(arrays, spec, params, residuals, wanted & {"key", "value"})
+    if "query" in wanted:
+        grads["query"] = _query_gradient(arrays, spec, params, residuals)
+    if "bias" in wanted:
+        grads["bias"] = _bias_gradient(arrays, spec, residuals)
+    if "softmax_aux" in wanted:
+        grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
+    return grads
+
+
+def _without_unseen(arrays: dict[str, Array], spec: Any) -> dict[str, Array]:
+    """Keys and values that no query sees as zeros, where a mask or a bias decides: they may be NaN, and 0 * NaN is not 0.
+
+    Looking for them takes a pass over the mask, so it is done only if there is anything to find.
+    """
+    if not {"attention_mask", "bias"} & arrays.keys():
+        return arrays
+
+    def zeroed(key, value):
+        seen = _seen_keys(arrays, spec)[..., None]
+        return jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+
+    key, value = arrays["key"], arrays["value"]
+    finite = jnp.isfinite(key).all() & jnp.isfinite(value).all()
+    key, value = jax.lax.cond(finite, lambda key, value: (key, value), zeroed, key, value)
+    return {**arrays, "key": key, "value": value}
+
+
+def _seen_keys(arrays: dict[str, Array], spec: Any) -> Array:
+    """``[B, Sk, Hkv]``: whether any query sees a key."""
+    q_len, kv_heads = arrays["query"].shape[1], arrays["key"].shape[2]
+    kv_len = arrays["key"].shape[1]
+    start, stop = (
+        (arrays[n] for n in ("kv_start", "kv_stop")) if "kv_start" in arrays else intervals(spec.window, q_len, kv_len)
+    )
+    column = jnp.arange(kv_len)
+    seen = ((column >= start[..., None]) & (column < stop[..., None]))[:, None]
+    if "q_segment_ids" in arrays:
+        q_ids, kv_ids = arrays["q_segment_ids"][:, None, :, None], arrays["kv_segment_ids"][:, None, None]
+        seen &= (q_ids == kv_ids) & (q_ids > 0)
+    if "attention_mask" in arrays:
+        seen &= arrays["attention_mask"]
+    if "bias" in arrays:
+        seen &= arrays["bias"] > -jnp.inf
+    seen = seen.any(2)  # [B|1, H|1, Sk]
+    batch, _, heads, _ = arrays["query"].shape
+    seen = jnp.broadcast_to(seen, (batch, heads, kv_len)).reshape(batch, kv_heads, -1, kv_len).any(2)
+    return seen.swapaxes(1, 2)
+
+
+def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset[str]) -> dict[str, Array]:
+    """Both in one pass over the queries, unless the accumulators of both are too wide for the registers."""
+    if len(wanted) == 2 and max(_padded(arrays[name].shape[3]) for name in wanted) > WIDEST_PAIR:
+        return {
+            name: gradient
+            for one in sorted(wanted)
+            for name, gradient in _key_gradients(arrays, spec, params, residuals, frozenset({one})).items()
+        }
+    if not wanted:
+        return {}
+    from ejkernel.kernels._triton import flash_kernels
+
+    p = _Problem(arrays, spec, params.q_blocksize, params.kv_blocksize)
+    walks, full, partial = p.query_walks()
+    key = arrays["key"]
+    shapes = {name: arrays[name].shape if name in wanted else (1,) for name in ("key", "value")}
+    gradients = call(
+        flash_kernels.backward_keys,
+        [*p.pointers, walks, *residuals],
+        [*p.lengths, p.kv_blocks, *p.strides(walks)],
+        [jax.ShapeDtypeStruct(shape, key.dtype) for shape in shapes.values()],
+        programs=p.kv_blocks * key.shape[2] * key.shape[0],
+        constants=p.constants(full, partial, dk="key" in wanted, dv="value" in wanted),
+        num_warps=params.num_warps or 4,
+        # Without the keys' gradient the values stay out of shared memory, which leaves room for a stage.
+        num_stages=(params.num_stages or 2) + ("key" not in wanted),
+    )
+    return {name: gradient for name, gradient in zip(shapes, gradients, strict=True) if name in wanted}
+
+
+def _query_gradient(arrays, spec, params: BwdParams, residuals) -> Array:
+    from ejkernel.kernels._triton import flash_kernels
+
+    p = _Problem(arrays, spec, params.blocksize_m or params.q_blocksize, params.blocksize_n or params.kv_blocksize)
+    walks, full, partial = p.key_walks()
+    batch, _, heads, _ = p.query.shape
+    (dq,) = call(
+        flash_kernels.backward_queries,
+        [*p.pointers, walks, *residuals],
+        [*p.lengths, p.q_blocks, *p.strides(walks)],
+        (jax.ShapeDtypeStruct(p.query.shape, p.query.dtype),),
+        programs=p.q_blocks * heads * batch,
+        constants=p.constants(full, partial),
+        **_launch_of_queries(p, params),
+    )
+    return dq
+
+
+def _launch_of_queries(p: _Problem, params: BwdParams) -> dict[str, int]:
+    """Warps and stages of the kernel for a block of queries, from its blocks: ``params`` has those of a block of keys."""
+    wide = max(_padded(p.query.shape[3]), _padded(p.value_dim)) > WIDEST_PAIR
+    stages = (1 if p.bn >= 64 else 2) if wide else 3
+    warps = 8 if p.bm >= 128 and p.query.shape[3] > 64 else 4
+    return {"num_warps": warps, "num_stages": min(stages, (params.num_stages or 2) + 1)}
+
+
+def _bias_gradient(arrays, spec, residuals) -> Array:
+    from ejkernel.kernels._triton import flash_kernels
+
+    widest = _widest(arrays)
+    whole = arrays["query"].dtype == jnp.float32
+    sides = {64: (32, 32), 128: (16, 32), 256: (16, 16)} if whole else {64: (32, 64), 128: (32, 32), 256: (16, 32)}
+    p = _Problem(arrays, spec, *sides[widest])
+    bias = arrays["bias"]
+    whole = (p.query.shape[0], p.query.shape[2], p.q_blocks, p.kv_blocks)
+    own = [size if shared > 1 else 1 for size, shared in zip(whole, bias.shape, strict=True)]
+    batches_each, heads_each, q_each, k_each = (size // part for size, part in zip(whole, own, strict=True))
+    (dbias,) = call(
+        flash_kernels.backward_bias,
+        [*p.pointers, *residuals],
+        [*p.lengths, *p.strides()[1:], batches_each, heads_each, own[2], q_each, own[3], k_each],
+        (jax.ShapeDtypeStruct(bias.shape, bias.dtype),),
+        programs=math.prod(own),
+        constants=p.constants(False, True),
+        num_warps=8,
+        num_stages=1,
+    )
+    return dbias
+
+
+class _Problem:
+    """One call's geometry, in the form in which the kernels take it."""
+
+    def __init__(self, arrays: dict[str, Array], spec: Any, q_block: int | None, kv_block: int | None):
+        self.arrays, self.spec = arrays, spec
+        self.query = arrays["query"]
+        self.q_len, self.kv_len = self.query.shape[1], arrays["key"].shape[1]
+        self.value_dim = arrays["value"].shape[3]
+        self.bm, self.bn = _block(q_block or 64), _block(kv_block or 64)
+        self.q_blocks, self.kv_blocks = -(-self.q_len // self.bm), -(-self.kv_len // self.bn)
+
+    @property
+    def nothing(self) -> Array:
+        """What stands in for an array that the call does without: any will do, it is not read."""
+        return self.query
+
+    @property
+    def pointers(self) -> list[Array]:
+        a = self.arrays
+        mask = a.get("attention_mask")
+        names = ("bias", "q_segment_ids", "kv_segment_ids", "kv_start", "kv_stop", "dropout_key")
+        mask = self.nothing if mask is None else mask.astype(jnp.uint8)
+        return [a["query"], a["key"], a["value"], mask, *(a.get(name, self.nothing) for name in names)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths, and what turns a row into the first key it sees and the first it does not."""
+        left, right = self.spec.window
+        shift = self.kv_len - self.q_len
+        return [self.q_len, self.kv_len, shift - (left or 0), shift + (right or 0) + 1]
+
+    def strides(self, walks: Any = None) -> list[int]:
+        """By batch entry of walks and intervals; by batch entry, head and row of mask and bias; 0 along what is shared."""
+        starts = self.arrays.get("kv_start")
+        strides = [
+            0 if walks is None or walks.shape[0] == 1 else walks.shape[1],
+            0 if starts is None or starts.shape[0] == 1 else self.q_len,
+        ]
+        for name in ("attention_mask", "bias"):
+            batch, heads, rows, columns = shape = self._shape(name)
+            own = [heads * rows * columns * (batch > 1), rows * columns * (heads > 1), columns * (rows > 1)]
+            strides += [stride // _unit(shape) for stride in own]
+        return strides
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.arrays[name].shape if name in self.arrays else (1, 1, 1, 1)
+
+    def _intervals(self):
+        if "kv_start" in self.arrays:
+            return self.arrays["kv_start"], self.arrays["kv_stop"]
+        return intervals(self.spec.window, self.q_len, self.kv_len)
+
+    @property
+    def _segments(self):
+        ids = self.arrays.get("q_segment_ids")
+        return None if ids is None else (ids, self.arrays["kv_segment_ids"])
+
+    def key_walks(self) -> tuple[Array, bool, bool]:
+        """For each block of queries its walk over keys; whether any step is unmasked, whether any is masked."""
+        ranges = visibility.key_ranges(*self._intervals(), self._segments, self.bm, self.kv_len, shifted=False)
+        return self._walks(ranges, self.bn)
+
+    def query_walks(self) -> tuple[Array, bool, bool]:
+        """For each block of keys its walk over queries."""
+        ranges = visibility.query_ranges(*self._intervals(), self._segments, self.bn, self.kv_len)
+        return self._walks(ranges, self.bm)
+
+    def _walks(self, ranges: visibility.Ranges, step: int) -> tuple[Array, bool, bool]:
+        always_masked = "attention_mask" in self.arrays or "bias" in self.arrays
+        if always_masked:
+            # Wide loads of a mask's or a bias's rows want aligned columns.
+            ranges = ranges._replace(begin=ranges.begin // ALIGNED * ALIGNED)
+        plan = visibility.plan_walk(ranges, step, 1, always_masked)
+        xp = np if isinstance(plan.begin, np.ndarray) else jnp
+        walks = xp.stack([plan.begin, plan.head, plan.full, plan.tail], -1).astype(np.int32)
+        if xp is np:
+            return jnp.asarray(walks), bool(plan.full.any()), bool((plan.head + plan.tail).any())
+        return walks, not always_masked, True
+
+    def constants(self, full: bool, partial: bool, **more: bool) -> Any:
+        from ejkernel.kernels._triton.flash_kernels import Constants
+
+        a, spec = self.arrays, self.spec
+        heads, dim = self.query.shape[2:]
+        left, right = spec.window
+        mask, bias = self._shape("attention_mask"), self._shape("bias")
+        folded = spec.softmax_scale > 0 and spec.logits_soft_cap is None and "bias" not in a
+        return Constants(
+            heads=heads,
+            group=heads // a["key"].shape[2],
+            dim=dim,
+            value_dim=self.value_dim,
+            bd=_padded(dim),
+            bv=_padded(self.value_dim),
+            bm=self.bm,
+            bn=self.bn,
+            scale=float(spec.softmax_scale),
+            cap=float(spec.logits_soft_cap or 0.0),
+            factor=float(spec.softmax_scale * LOG2E) if folded else 1.0,
+            left=left is not None,
+            right=right is not None,
+            packed="kv_start" in a,
+            segments="q_segment_ids" in a,
+            mask="attention_mask" in a,
+            mask_q=mask[2] > 1,
+            mask_k=mask[3] > 1,
+            mask_unit=_unit(mask),
+            bias="bias" in a,
+            bias_q=bias[2] > 1,
+            bias_k=bias[3] > 1,
+            bias_unit=_unit(bias),
+            sinks="softmax_aux" in a,
+            threshold=dropout.threshold(spec.dropout_prob) if spec.dropout_prob else 0,
+            keep=1 / (1 - spec.dropout_prob),
+            full=full,
+            partial=partial,
+            precision="ieee" if self.query.dtype == jnp.float32 else "tf32",
+            fast_tanh=spec.logits_soft_cap is not None and self.query.dtype != jnp.float32 and on_nvidia(),
+            **more,
+        )
+
+
+def _unit(shape: tuple[int, ...]) -> int:
+    """What every stride of a mask or a bias is a multiple of."""
+    return ALIGNED if shape[3] % ALIGNED == 0 else 1
+
+
+def _block(size: int) -> int:
+    """A tile's side is a power of two from 16 to 256."""
+    return min(256, max(16, 1 << (size.bit_length() - 1)))
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+class TritonFlashAttention:
+    """The implementation for GPUs."""
+
+    version = 1
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+
+    @staticmethod
+    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """Blocks where nothing was tuned: they fit the shared memory of every chip we know, and spill nothing."""
+        return _default(shapes, spec, device, direction)
+
+    @staticmethod
+    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
+        """Blocks worth trying."""
+        return _candidates(shapes, spec, device, direction)
+
+
+# Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
+# (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one
+# array that decides what is visible; several of these. They fit the chips' shared memory and spill no register.
+Tiles = tuple[tuple[int, ...], ...]
+FORWARD: dict[str, dict[int, Tiles]] = {
+    "hopper": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        128: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2)),
+        256: ((128, 32, 8, 3), (128, 32, 8, 3), (128, 32, 8, 3), (64, 16, 8, 2)),
+    },
+    "blackwell": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
+        128: ((128, 128, 8, 3), (128, 128, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
+        256: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+    },
+    "ampere": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 4, 2), (16, 32, 4, 1)),
+        256: ((64, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+    },
+    "small": {
+        64: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+    },
+    "amd": {
+        64: ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+}
+KEYS: dict[str, dict[int, Tiles]] = {
+    "hopper": {
+        64: ((128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2)),
+        128: ((32, 128, 8, 2), (32, 64, 8, 2), (32, 128, 8, 2), (16, 32, 4, 1)),
+        256: ((16, 128, 8, 3), (16, 128, 8, 3), (16, 128, 8, 3), (16, 16, 4, 1)),
+    },
+    "blackwell": {
+        64: ((64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2), (32, 32, 4, 2)),
+        128: ((64, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2), (16, 32, 4, 1)),
+        256: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (16, 32, 8, 1)),
+    },
+    "ampere": {
+        64: ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 64, 8, 2), (32, 64, 8, 2), (16, 32, 8, 1), (16, 16, 4, 1)),
+    },
+    "small": {
+        64: ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
+    },
+    "amd": {
+        64: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+        256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+}
+QUERIES: dict[str, dict[int, Tiles]] = {
+    "hopper": {
+        64: ((64, 128), (64, 128), (64, 32), (64, 32)),
+        128: ((128, 64), (128, 64), (64, 32), (32, 32)),
+        256: ((128, 32), (128, 32), (128, 16), (32, 16)),
+    },
+    "blackwell": {
+        64: ((64, 64), (64, 64), (64, 32), (64, 32)),
+        128: ((64, 32), (64, 32), (64, 32), (32, 32)),
+        256: ((128, 32), (128, 32), (128, 16), (32, 16)),
+    },
+    "ampere": {
+        64: ((64, 64), (64, 32), (32, 32), (32, 16)),
+        128: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        256: ((64, 16), (64, 16), (32, 16), (16, 16)),
+    },
+    "small": {
+        64: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        128: ((32, 32), (32, 32), (32, 16), (16, 16)),
+        256: ((32, 16), (32, 16), (16, 16), (16, 16)),
+    },
+    "amd": {
+        64: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        128: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        256: ((32, 16), (32, 16), (16, 16), (16, 16)),
+    },
+}
+# Worth trying on Hopper beside the defaults; some spill a few registers and are fastest all the same.
+HOPPER_FORWARD = {
+    64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3)),
+    128: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3)),
+}
+HOPPER_KEYS = {
+    64: ((128, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3)),
+    128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+    256: ((32, 128, 8, 2), (64, 128, 8, 1)),
+}
+HOPPER_QUERIES = {
+    64: ((64, 128), (128, 64), (64, 64)),
+    128: ((128, 64), (64, 32), (64, 64)),
+    256: ((128, 64), (128, 32)),
+}
+
+
+def _generation(device: Any) -> str:
+    if device.vendor == "amd":
+        return "amd"
+    # Of its generation the A100 alone has shared memory for large tiles; what is not known gets small ones.
+    known = {9: "hopper", 10: "blackwell"}
+    return known.get(device.capability // 10, "ampere" if device.capability == 80 else "small")
+
+
+def _widest(shapes: dict[str, Any]) -> int:
+    return max(64, _padded(max(shapes["query"].shape[3], shapes["value"].shape[3])))
+
+
+def _load(shapes: dict[str, Any], spec: Any) -> int:
+    """Which of a generation's tiles: see the tables."""
+    deciding = len(BY_DATA & shapes.keys())
+    shaping = (spec.logits_soft_cap is not None) + bool(spec.dropout_prob)
+    if deciding + shaping > 1 or (deciding and "softmax_aux" in shapes):
+        return 3
+    return 2 if deciding else 1 if shaping else 0
+
+
+def _default(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+    if shapes["query"].dtype == jnp.float32:
+        return _in_float32(shapes, spec, direction)
+    generation, widest, load = _generation(device), _widest(shapes), _load(shapes, spec)
+    if direction == "forward":
+        return _forward_params(FORWARD[generation][widest][load])
+    return _backward_params(KEYS[generation][widest][load], QUERIES[generation][widest][load])
+
+
+def _in_float32(shapes: dict[str, Any], spec: Any, direction: str) -> FwdParams | BwdParams:
+    """Full-precision products run outside the tensor cores and keep their operands in registers: small tiles."""
+    side = 32 if _widest(shapes) == 64 and not _load(shapes, spec) else 16
+    if direction == "forward":
+        return _forward_params((side, side, 4, 1))
+    return _backward_params((side, side, 16 if _widest(shapes) == 256 else 8, 1), (side, side))
+
+
+def _candidates(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
+    if shapes["query"].dtype == jnp.float32 or _generation(device) != "hopper":
+        return []
+    widest = _widest(shapes)
+    if direction == "forward":
+        return [_forward_params(tiles) for tiles in HOPPER_FORWARD[widest]]
+    return [_backward_params(k, q) for k in HOPPER_KEYS[widest] for q in HOPPER_QUERIES[widest]]
+
+
+def _forward_params(tiles: tuple[int, ...]) -> FwdParams:
+    q, kv, warps, stages = tiles
+    return FwdParams(q_blocksize=q, kv_blocksize=kv, num_warps=warps, num_stages=stages)
+
+
+def _backward_params(keys: tuple[int, ...], queries: tuple[int, ...]) -> BwdParams:
+    q, kv, warps, stages = keys
+    return BwdParams(
+        q_blocksize=q,
+        kv_blocksize=kv,
+        blocksize_m=queries[0],
+        blocksize_n=queries[1],
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+kernel_registry.register(
+    "flash_attention",
+    Platform.TRITON,
+    # The interpreter is for proving the kernels: nothing but a pin makes it run.
+    Backend.CPU if interpreting() else Backend.GPU,
+    support=Support(
+        devices=any_device() if interpreting() else gpu(),
+        dtypes={"float16", "float32"} if interpreting() else FLOATS,
+        head_dims=multiple_of(1, at_most=LARGEST_HEAD_DIM),
+        features={
+            "causal",
+            "window",
+            "soft_cap",
+            "bias",
+            "mask",
+            "segments",
+            "varlen",
+            "sinks",
+            "dropout",
+            "gqa",
+            "value_dim",
+            "cross",
+            "lse",
+        },
+        gradients={"query", "key", "value", "bias", "softmax_aux"},
+        requires=(("triton", "gpu"),) if interpreting() else (("triton", "gpu"), ("jax_triton", "gpu")),
+    ),
+    priority=-1 if interpreting() else 10,
+)(TritonFlashAttention)
