@@ -18,6 +18,7 @@ from jax import Array
 
 from ejkernel.kernels import dropout, visibility
 from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
+from ejkernel.kernels._triton.flash_blocks import BY_DATA, candidates, default, padded, widest
 from ejkernel.kernels._xla.flash_attention import sink_gradient
 from ejkernel.kernels.intervals import intervals
 from ejkernel.ops.core.registry import kernel_registry
@@ -27,8 +28,6 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 LOG2E = math.log2(math.e)
 LARGEST_HEAD_DIM = 256
 ALIGNED = 16
-# Arrays that decide what is visible.
-BY_DATA = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_start"})
 # The head dim up to which the gradients of keys and values are accumulated together.
 WIDEST_PAIR = 128
 
@@ -134,7 +133,7 @@ def _seen_keys(arrays: dict[str, Array], spec: Any) -> Array:
 
 def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset[str]) -> dict[str, Array]:
     """Both in one pass over the queries, unless the accumulators of both are too wide for the registers."""
-    if len(wanted) == 2 and max(_padded(arrays[name].shape[3]) for name in wanted) > WIDEST_PAIR:
+    if len(wanted) == 2 and max(padded(arrays[name].shape[3]) for name in wanted) > WIDEST_PAIR:
         return {
             name: gradient
             for one in sorted(wanted)
@@ -182,7 +181,7 @@ def _query_gradient(arrays, spec, params: BwdParams, residuals) -> Array:
 
 def _launch_of_queries(p: _Problem, params: BwdParams) -> dict[str, int]:
     """Warps and stages of the kernel for a block of queries, from its blocks: ``params`` has those of a block of keys."""
-    wide = max(_padded(p.query.shape[3]), _padded(p.value_dim)) > WIDEST_PAIR
+    wide = max(padded(p.query.shape[3]), padded(p.value_dim)) > WIDEST_PAIR
     stages = (1 if p.bn >= 64 else 2) if wide else 3
     warps = 8 if p.bm >= 128 and p.query.shape[3] > 64 else 4
     return {"num_warps": warps, "num_stages": min(stages, (params.num_stages or 2) + 1)}
@@ -191,10 +190,10 @@ def _launch_of_queries(p: _Problem, params: BwdParams) -> dict[str, int]:
 def _bias_gradient(arrays, spec, residuals) -> Array:
     from ejkernel.kernels._triton import flash_kernels
 
-    widest = _widest(arrays)
+    width = widest(arrays)
     whole = arrays["query"].dtype == jnp.float32
     sides = {64: (32, 32), 128: (16, 32), 256: (16, 16)} if whole else {64: (32, 64), 128: (32, 32), 256: (16, 32)}
-    p = _Problem(arrays, spec, *sides[widest])
+    p = _Problem(arrays, spec, *sides[width])
     bias = arrays["bias"]
     whole = (p.query.shape[0], p.query.shape[2], p.q_blocks, p.kv_blocks)
     own = [size if shared > 1 else 1 for size, shared in zip(whole, bias.shape, strict=True)]
@@ -292,7 +291,7 @@ class _Problem:
         return walks, not always_masked, True
 
     def constants(self, full: bool, partial: bool, **more: bool) -> Any:
-        from ejkernel.kernels._triton.flash_kernels import Constants
+        from ejkernel.kernels._triton.flash_pieces import Constants
 
         a, spec = self.arrays, self.spec
         heads, dim = self.query.shape[2:]
@@ -304,8 +303,8 @@ class _Problem:
             group=heads // a["key"].shape[2],
             dim=dim,
             value_dim=self.value_dim,
-            bd=_padded(dim),
-            bv=_padded(self.value_dim),
+            bd=padded(dim),
+            bv=padded(self.value_dim),
             bm=self.bm,
             bn=self.bn,
             scale=float(spec.softmax_scale),
@@ -344,10 +343,6 @@ def _block(size: int) -> int:
     return min(256, max(16, 1 << (size.bit_length() - 1)))
 
 
-def _padded(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 class TritonFlashAttention:
     """The implementation for GPUs."""
 
@@ -358,179 +353,12 @@ class TritonFlashAttention:
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Blocks where nothing was tuned: they fit the shared memory of every chip we know, and spill nothing."""
-        return _default(shapes, spec, device, direction)
+        return default(shapes, spec, device, direction)
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
         """Blocks worth trying."""
-        return _candidates(shapes, spec, device, direction)
-
-
-# Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
-# (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one
-# array that decides what is visible; several of these. They fit the chips' shared memory and spill no register.
-Tiles = tuple[tuple[int, ...], ...]
-FORWARD: dict[str, dict[int, Tiles]] = {
-    "hopper": {
-        64: ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
-        128: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2)),
-        256: ((128, 32, 8, 3), (128, 32, 8, 3), (128, 32, 8, 3), (64, 16, 8, 2)),
-    },
-    "blackwell": {
-        64: ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
-        128: ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
-        256: ((128, 32, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
-    },
-    "ampere": {
-        64: ((128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1)),
-        128: ((64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 4, 2), (16, 32, 4, 1)),
-        256: ((64, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 8, 1)),
-    },
-    "small": {
-        64: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
-        128: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
-        256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-    },
-    "amd": {
-        64: ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        128: ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        256: ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-    },
-}
-KEYS: dict[str, dict[int, Tiles]] = {
-    "hopper": {
-        64: ((64, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2)),
-        128: ((32, 128, 8, 2), (32, 64, 8, 2), (32, 128, 8, 2), (16, 32, 4, 1)),
-        256: ((16, 128, 8, 3), (16, 128, 8, 3), (16, 128, 8, 3), (16, 16, 4, 1)),
-    },
-    "blackwell": {
-        64: ((64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2), (32, 32, 4, 2)),
-        128: ((64, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2), (16, 32, 4, 1)),
-        256: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (16, 32, 8, 1)),
-    },
-    "ampere": {
-        64: ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        128: ((64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((32, 64, 8, 2), (32, 64, 8, 2), (16, 32, 8, 1), (16, 16, 4, 1)),
-    },
-    "small": {
-        64: ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)),
-        128: ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
-    },
-    "amd": {
-        64: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
-        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
-        256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-    },
-}
-QUERIES: dict[str, dict[int, Tiles]] = {
-    "hopper": {
-        64: ((64, 128), (64, 64), (64, 32), (64, 32)),
-        128: ((128, 64), (128, 64), (64, 32), (32, 32)),
-        256: ((128, 32), (128, 32), (128, 16), (32, 16)),
-    },
-    "blackwell": {
-        64: ((64, 64), (64, 64), (64, 32), (64, 32)),
-        128: ((64, 32), (64, 32), (64, 32), (32, 32)),
-        256: ((128, 32), (128, 32), (128, 16), (32, 16)),
-    },
-    "ampere": {
-        64: ((64, 64), (64, 32), (32, 32), (32, 16)),
-        128: ((64, 32), (64, 32), (32, 32), (32, 16)),
-        256: ((64, 16), (64, 16), (32, 16), (16, 16)),
-    },
-    "small": {
-        64: ((64, 32), (64, 32), (32, 32), (32, 16)),
-        128: ((32, 32), (32, 32), (32, 16), (16, 16)),
-        256: ((32, 16), (32, 16), (16, 16), (16, 16)),
-    },
-    "amd": {
-        64: ((64, 32), (64, 32), (32, 32), (32, 16)),
-        128: ((64, 32), (64, 32), (32, 32), (32, 16)),
-        256: ((32, 16), (32, 16), (16, 16), (16, 16)),
-    },
-}
-# Worth trying on Hopper beside the defaults; some spill a few registers and are fastest all the same.
-HOPPER_FORWARD = {
-    64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3)),
-    128: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
-    256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3)),
-}
-HOPPER_KEYS = {
-    64: ((128, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3)),
-    128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
-    256: ((32, 128, 8, 2), (64, 128, 8, 1)),
-}
-HOPPER_QUERIES = {
-    64: ((64, 128), (128, 64), (64, 64)),
-    128: ((128, 64), (64, 32), (64, 64)),
-    256: ((128, 64), (128, 32)),
-}
-
-
-def _generation(device: Any) -> str:
-    if device.vendor == "amd":
-        return "amd"
-    # Of its generation the A100 alone has shared memory for large tiles; what is not known gets small ones.
-    known = {9: "hopper", 10: "blackwell"}
-    return known.get(device.capability // 10, "ampere" if device.capability == 80 else "small")
-
-
-def _widest(shapes: dict[str, Any]) -> int:
-    return max(64, _padded(max(shapes["query"].shape[3], shapes["value"].shape[3])))
-
-
-def _load(shapes: dict[str, Any], spec: Any) -> int:
-    """Which of a generation's tiles: see the tables."""
-    deciding = len(BY_DATA & shapes.keys())
-    shaping = (spec.logits_soft_cap is not None) + bool(spec.dropout_prob)
-    if deciding + shaping > 1 or (deciding and "softmax_aux" in shapes):
-        return 3
-    return 2 if deciding else 1 if shaping else 0
-
-
-def _default(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
-    if shapes["query"].dtype == jnp.float32:
-        return _in_float32(shapes, spec, direction)
-    generation, widest, load = _generation(device), _widest(shapes), _load(shapes, spec)
-    if direction == "forward":
-        return _forward_params(FORWARD[generation][widest][load])
-    return _backward_params(KEYS[generation][widest][load], QUERIES[generation][widest][load])
-
-
-def _in_float32(shapes: dict[str, Any], spec: Any, direction: str) -> FwdParams | BwdParams:
-    """Full-precision products run outside the tensor cores and keep their operands in registers: small tiles."""
-    side = 32 if _widest(shapes) == 64 and not _load(shapes, spec) else 16
-    if direction == "forward":
-        return _forward_params((side, side, 8, 1))
-    return _backward_params((side, side, 16 if _widest(shapes) == 256 else 8, 1), (side, side))
-
-
-def _candidates(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
-    if shapes["query"].dtype == jnp.float32 or _generation(device) != "hopper":
-        return []
-    widest = _widest(shapes)
-    if direction == "forward":
-        return [_forward_params(tiles) for tiles in HOPPER_FORWARD[widest]]
-    return [_backward_params(k, q) for k in HOPPER_KEYS[widest] for q in HOPPER_QUERIES[widest]]
-
-
-def _forward_params(tiles: tuple[int, ...]) -> FwdParams:
-    q, kv, warps, stages = tiles
-    return FwdParams(q_blocksize=q, kv_blocksize=kv, num_warps=warps, num_stages=stages)
-
-
-def _backward_params(keys: tuple[int, ...], queries: tuple[int, ...]) -> BwdParams:
-    q, kv, warps, stages = keys
-    return BwdParams(
-        q_blocksize=q,
-        kv_blocksize=kv,
-        blocksize_m=queries[0],
-        blocksize_n=queries[1],
-        num_warps=warps,
-        num_stages=stages,
-    )
+        return candidates(shapes, spec, device, direction)
 
 
 kernel_registry.register(

@@ -1,0 +1,183 @@
+"""How large the tiles of the Triton kernels are: by default, and worth trying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+
+# Arrays that decide what is visible.
+BY_DATA = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_start"})
+
+# Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
+# (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one
+# array that decides what is visible; several of these. They fit the chips' shared memory and spill no register.
+Tiles = tuple[tuple[int, ...], ...]
+FORWARD: dict[str, dict[int, Tiles]] = {
+    "hopper": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        128: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3), (128, 32, 8, 2)),
+        256: ((128, 32, 8, 3), (128, 32, 8, 3), (128, 32, 8, 3), (64, 16, 8, 2)),
+    },
+    "blackwell": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3)),
+        128: ((128, 128, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
+        256: ((128, 32, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+    },
+    "ampere": {
+        64: ((128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 4, 2), (16, 32, 4, 1)),
+        256: ((64, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 8, 1)),
+    },
+    "small": {
+        64: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+        128: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+    },
+    "amd": {
+        64: ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+}
+KEYS: dict[str, dict[int, Tiles]] = {
+    "hopper": {
+        64: ((64, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2)),
+        128: ((32, 128, 8, 2), (32, 64, 8, 2), (32, 128, 8, 2), (16, 32, 4, 1)),
+        256: ((16, 128, 8, 3), (16, 128, 8, 3), (16, 128, 8, 3), (16, 16, 4, 1)),
+    },
+    "blackwell": {
+        64: ((64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2), (32, 32, 4, 2)),
+        128: ((64, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2), (16, 32, 4, 1)),
+        256: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (16, 32, 8, 1)),
+    },
+    "ampere": {
+        64: ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((32, 64, 8, 2), (32, 64, 8, 2), (16, 32, 8, 1), (16, 16, 4, 1)),
+    },
+    "small": {
+        64: ((32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
+    },
+    "amd": {
+        64: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+        256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+}
+QUERIES: dict[str, dict[int, Tiles]] = {
+    "hopper": {
+        64: ((64, 128), (64, 64), (64, 32), (64, 32)),
+        128: ((128, 64), (128, 64), (64, 32), (32, 32)),
+        256: ((128, 32), (128, 32), (128, 16), (32, 16)),
+    },
+    "blackwell": {
+        64: ((64, 64), (64, 64), (64, 32), (64, 32)),
+        128: ((64, 32), (64, 32), (64, 32), (32, 32)),
+        256: ((128, 32), (128, 32), (128, 16), (32, 16)),
+    },
+    "ampere": {
+        64: ((64, 64), (64, 32), (32, 32), (32, 16)),
+        128: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        256: ((64, 16), (64, 16), (32, 16), (16, 16)),
+    },
+    "small": {
+        64: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        128: ((32, 32), (32, 32), (32, 16), (16, 16)),
+        256: ((32, 16), (32, 16), (16, 16), (16, 16)),
+    },
+    "amd": {
+        64: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        128: ((64, 32), (64, 32), (32, 32), (32, 16)),
+        256: ((32, 16), (32, 16), (16, 16), (16, 16)),
+    },
+}
+# Worth trying on Hopper beside the defaults; some spill a few registers and are fastest all the same.
+HOPPER_FORWARD = {
+    64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3)),
+    128: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
+    256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3)),
+}
+HOPPER_KEYS = {
+    64: ((128, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3)),
+    128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+    256: ((32, 128, 8, 2), (64, 128, 8, 1)),
+}
+HOPPER_QUERIES = {
+    64: ((64, 128), (128, 64), (64, 64)),
+    128: ((128, 64), (64, 32), (64, 64)),
+    256: ((128, 64), (128, 32)),
+}
+
+
+def _generation(device: Any) -> str:
+    if device.vendor == "amd":
+        return "amd"
+    # Of its generation the A100 alone has shared memory for large tiles; what is not known gets small ones.
+    known = {9: "hopper", 10: "blackwell"}
+    return known.get(device.capability // 10, "ampere" if device.capability == 80 else "small")
+
+
+def padded(dim: int) -> int:
+    """A head dim as tiles have it."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def widest(shapes: dict[str, Any]) -> int:
+    return max(64, padded(max(shapes["query"].shape[3], shapes["value"].shape[3])))
+
+
+def _load(shapes: dict[str, Any], spec: Any) -> int:
+    """Which of a generation's tiles: see the tables."""
+    deciding = len(BY_DATA & shapes.keys())
+    shaping = (spec.logits_soft_cap is not None) + bool(spec.dropout_prob)
+    if deciding + shaping > 1 or (deciding and "softmax_aux" in shapes):
+        return 3
+    return 2 if deciding else 1 if shaping else 0
+
+
+def default(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+    if shapes["query"].dtype == jnp.float32:
+        return _in_float32(shapes, spec, direction)
+    generation, width, load = _generation(device), widest(shapes), _load(shapes, spec)
+    if direction == "forward":
+        return _forward_params(FORWARD[generation][width][load])
+    return _backward_params(KEYS[generation][width][load], QUERIES[generation][width][load])
+
+
+def _in_float32(shapes: dict[str, Any], spec: Any, direction: str) -> FwdParams | BwdParams:
+    """Full-precision products run outside the tensor cores and keep their operands in registers: small tiles."""
+    side = 32 if widest(shapes) == 64 and not _load(shapes, spec) else 16
+    if direction == "forward":
+        return _forward_params((side, side, 8, 1))
+    return _backward_params((side, side, 16 if widest(shapes) == 256 else 8, 1), (side, side))
+
+
+def candidates(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
+    if shapes["query"].dtype == jnp.float32 or _generation(device) != "hopper":
+        return []
+    width = widest(shapes)
+    if direction == "forward":
+        return [_forward_params(tiles) for tiles in HOPPER_FORWARD[width]]
+    return [_backward_params(k, q) for k in HOPPER_KEYS[width] for q in HOPPER_QUERIES[width]]
+
+
+def _forward_params(tiles: tuple[int, ...]) -> FwdParams:
+    q, kv, warps, stages = tiles
+    return FwdParams(q_blocksize=q, kv_blocksize=kv, num_warps=warps, num_stages=stages)
+
+
+def _backward_params(keys: tuple[int, ...], queries: tuple[int, ...]) -> BwdParams:
+    q, kv, warps, stages = keys
+    return BwdParams(
+        q_blocksize=q,
+        kv_blocksize=kv,
+        blocksize_m=queries[0],
+        blocksize_n=queries[1],
+        num_warps=warps,
+        num_stages=stages,
+    )
