@@ -812,3 +812,10 @@ def test_the_shipped_table_of_the_h200_serves_hoppers(installed):
         chosen = explain(FLASH, q, k, k, causal=True, device=device, platform=pin).chosen
         assert chosen.source == "shipped"
         assert chosen.params.to_dict().items() >= fastest["params"].items()
+
+
+def test_triton_leaves_chips_that_it_does_not_compile_for():
+    x = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.float16)
+    explanation = explain("flash_attention", x, x, x, device="nvidia-t4")
+    assert explanation.chosen.platform is Platform.XLA
+    assert "needs capability 80, nvidia-t4 has 75" in str(explanation)

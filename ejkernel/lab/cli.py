@@ -65,12 +65,14 @@ def _app():
 
 
 def _show(console, result: dict, table_class) -> None:
+    from rich.markup import escape
+
     def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         shown = table_class(title=title, title_justify="left", title_style="bold")
         for number, column in enumerate(columns):
             shown.add_column(column, justify="left" if number < 2 or column == "why" else "right")
         for row in rows:
-            shown.add_row(*row)
+            shown.add_row(*map(escape, row))  # a reason may name an extra in brackets
         console.print(shown)
 
     machine = result["machine"]

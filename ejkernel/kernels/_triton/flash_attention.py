@@ -21,12 +21,14 @@ from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import BY_DATA, candidates, default, padded, widest
 from ejkernel.kernels._xla.flash_attention import sink_gradient
 from ejkernel.kernels.intervals import intervals
+from ejkernel.ops.core.device import DeviceInfo
 from ejkernel.ops.core.registry import kernel_registry
 from ejkernel.ops.core.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 LOG2E = math.log2(math.e)
 LARGEST_HEAD_DIM = 256
+OLDEST = 80
 ALIGNED = 16
 # The head dim up to which the gradients of keys and values are accumulated together.
 WIDEST_PAIR = 128
@@ -74,14 +76,13 @@ def backward(
     # A row that sees nothing has no gradient, whatever its cotangents are.
     slope = jnp.where(lse == -jnp.inf, 0, slope)
     if "softmax_aux" not in arrays and BY_DATA & arrays.keys():
-        # It may hold NaN, and the kernels sum over it.
+        # Such a row may hold NaN, and the kernels sum over rows.
         gone = (lse == -jnp.inf).swapaxes(1, 2)[..., None]
         arrays = {**arrays, "query": jnp.where(gone, 0, arrays["query"])}
         dout = jnp.where(gone, 0, dout)
     arrays = _without_unseen(arrays, spec)
     residuals = [dout, finite_lse * LOG2E, slope]
-    grads = {}
-    grads |= _key_gradients(arrays, spec, params, residuals, wanted & {"key", "value"})
+    grads = _key_gradients(arrays, spec, params, residuals, wanted & {"key", "value"})
     if "query" in wanted:
         grads["query"] = _query_gradient(arrays, spec, params, residuals)
     if "bias" in wanted:
@@ -190,10 +191,9 @@ def _launch_of_queries(p: _Problem, params: BwdParams) -> dict[str, int]:
 def _bias_gradient(arrays, spec, residuals) -> Array:
     from ejkernel.kernels._triton import flash_kernels
 
-    width = widest(arrays)
-    whole = arrays["query"].dtype == jnp.float32
-    sides = {64: (32, 32), 128: (16, 32), 256: (16, 16)} if whole else {64: (32, 64), 128: (32, 32), 256: (16, 32)}
-    p = _Problem(arrays, spec, *sides[width])
+    half = arrays["query"].dtype != jnp.float32
+    sides = {64: (32, 64), 128: (32, 32), 256: (16, 32)} if half else {64: (32, 32), 128: (16, 32), 256: (16, 16)}
+    p = _Problem(arrays, spec, *sides[widest(arrays)])
     bias = arrays["bias"]
     whole = (p.query.shape[0], p.query.shape[2], p.q_blocks, p.kv_blocks)
     own = [size if shared > 1 else 1 for size, shared in zip(whole, bias.shape, strict=True)]
@@ -343,6 +343,13 @@ def _block(size: int) -> int:
     return min(256, max(16, 1 << (size.bit_length() - 1)))
 
 
+def _too_old(device: DeviceInfo) -> str | None:
+    """Triton compiles for compute capability 8.0 and later; AMD's chips have none."""
+    if device.vendor == "nvidia" and 0 < device.capability < OLDEST:
+        return f"needs capability {OLDEST}, {device} has {device.capability}"
+    return None
+
+
 class TritonFlashAttention:
     """The implementation for GPUs."""
 
@@ -386,6 +393,7 @@ kernel_registry.register(
             "lse",
         },
         gradients={"query", "key", "value", "bias", "softmax_aux"},
+        check=_too_old,
         requires=(("triton", "gpu"),) if interpreting() else (("triton", "gpu"), ("jax_triton", "gpu")),
     ),
     priority=-1 if interpreting() else 10,

@@ -245,7 +245,7 @@ class Support:
         ]
         reasons += self._combinations(request.features)
         reasons += [f"no gradient for {name}" for name in sorted(request.gradients) if name not in self.gradients]
-        for module, extra in self.requires:
+        for module, extra in self.requires if absent is None else ():
             if importlib.util.find_spec(module) is None:
                 reasons.append(f"needs the package {module} (pip install 'ejkernel[{extra}]')")
         if self.check is not None and absent is None:
