@@ -1,5 +1,7 @@
 """Wrong arguments: one clear error that names the argument, what it was and what was expected."""
 
+import re
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -119,7 +121,7 @@ def test_float8_is_refused_by_name(dtype):
     x = X.astype(dtype)
     with pytest.raises(UnsupportedError, match=f"dtype {jnp.dtype(dtype).name} is not supported") as caught:
         flash_attention(x, x, x)
-    assert "xla  any  refused" in str(caught.value)
+    assert re.search(r"xla +any +refused", str(caught.value))
 
 
 def test_errors_are_of_python_s_kinds_too():

@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +54,7 @@ def kept(compile: Callable[..., Any], result: type) -> Callable[..., Any]:
 
 
 def _path(*parts: str) -> Path:
-    versions = [str(getattr(importlib.import_module(name), "__version__", "")) for name in ("triton", "jax_triton")]
+    versions = [str(getattr(sys.modules.get(name), "__version__", "")) for name in ("triton", "jax_triton")]
     digest = hashlib.sha256("\n".join([*versions, *parts]).encode()).hexdigest()
     return store.directory() / "triton" / f"{digest}.json"
 
