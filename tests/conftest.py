@@ -33,6 +33,14 @@ def runnable(algorithm):
     ]
 
 
+def bound(*args, **kwargs):
+    """``(call, pins)`` of flash_attention's arguments."""
+    operation = kernel_registry.operation("flash_attention")
+    arguments = operation.signature.bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return operation.bound(dict(arguments.arguments))
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU; JAX runs on {jax.default_backend()} here")

@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from conftest import bound
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tolerances import assert_close
@@ -110,12 +111,6 @@ def test_a_negative_scale_is_taken_out_of_cudnn():
     assert [config["fmha_scale"] for _, config in calls(text)] == [0.5, 0.5]
     assert text.count("stablehlo.negate") == 3  # the query forward and backward, and its gradient
     assert "stablehlo.negate" not in lowered(gradients(softmax_scale=0.5), *arrays())
-
-
-def bound(*args, **kwargs):
-    arguments = OPERATION.signature.bind(*args, **kwargs)
-    arguments.apply_defaults()
-    return OPERATION.bound(dict(arguments.arguments))
 
 
 @pytest.mark.parametrize(("direction", "expected"), [("forward", FORWARD), ("backward", BACKWARD)])

@@ -18,6 +18,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
+from conftest import bound
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tolerances import assert_close
@@ -37,12 +38,6 @@ if interpreting():
 H200 = "nvidia-h200"
 # The default blocks were picked with this one; what another compiler spills is not ours to promise.
 PICKED_WITH = "3.6."
-
-
-def bound(**options):
-    arguments = OPERATION.signature.bind(**options)
-    arguments.apply_defaults()
-    return OPERATION.bound(dict(arguments.arguments))[0]
 
 
 # Compiled for the chips we know
@@ -112,7 +107,7 @@ NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32
 
 def launches(chip, options):
     """``{kernel: [launch]}`` of the forward and of the backward that wants every gradient, with default parameters."""
-    call, device = bound(**options), describe(chip)
+    call, device = bound(**options)[0], describe(chip)
     made = []
 
     def recorded(*args, **kwargs):

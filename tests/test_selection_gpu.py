@@ -1,0 +1,211 @@
+"""What runs on GPUs that are not here: Triton's reasons, and the tables of a chip's family."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import bound
+
+from ejkernel import Platform, UnsupportedError, explain, flash_attention, kernel_registry, target
+from ejkernel.ops.config import chain
+from ejkernel.ops.core.device import DeviceInfo
+
+FLASH = "flash_attention"
+
+
+def abstract(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# Triton's flash attention, on described devices
+
+
+def triton_of(*args, **options):
+    """What became of Triton's kernel: its candidate."""
+    return next(c for c in explain(FLASH, *args, **options).candidates if c.platform is Platform.TRITON)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Says that packages are there (or not, which a test adds), whatever this machine has."""
+    absent = set()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in absent else found(name, *rest) or found("json")
+    )
+    kernel_registry.generation += 1
+    yield absent
+    kernel_registry.generation += 1
+
+
+HALF_X = abstract(1, 256, 4, 64)
+# Of a generation, but not in the table of chips.
+UNKNOWN_HOPPER = DeviceInfo("gpu", "gpu-nvidia-h20", "nvidia", 90, "gpu|NVIDIA H20|described")
+
+
+def test_an_amd_gpu_runs_triton(installed):
+    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="amd-mi300x")
+    assert explanation.chosen.platform is Platform.TRITON
+    assert explanation.chosen.source == "heuristic"
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu-v5e"])
+def test_only_gpus_run_triton(installed, device):
+    candidate = triton_of(HALF_X, HALF_X, HALF_X, device=device)
+    assert candidate.verdict == "refused"
+    assert candidate.reasons[0] == f"needs a GPU, the device is a {device[:3].upper()}"
+    assert explain(FLASH, HALF_X, HALF_X, HALF_X, device=device).chosen.platform is not Platform.TRITON
+
+
+@pytest.mark.parametrize("missing", ["triton", "jax_triton"])
+def test_what_triton_needs_is_named_where_it_is_missing(installed, missing):
+    assert triton_of(HALF_X, HALF_X, HALF_X, device="nvidia-h200").verdict != "refused"
+    installed.add(missing)
+    candidate = triton_of(HALF_X, HALF_X, HALF_X, device="nvidia-h200")
+    assert candidate.reasons == (f"needs the package {missing} (pip install 'ejkernel[gpu]')",)
+    with pytest.raises(UnsupportedError, match=f"needs the package {missing}"), target("nvidia-h200"):
+        jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton"), HALF_X)
+
+
+@pytest.mark.parametrize(
+    ("dims", "reason"),
+    [
+        ((264, 264), "head dim 264 is above 256"),
+        ((64, 320), "head dim 320 is above 256"),
+        ((256, 256), None),
+        ((7, 5), None),
+    ],
+)
+def test_head_dims_of_triton(installed, dims, reason):
+    q, v = (abstract(1, 64, 2, dim) for dim in dims)
+    candidate = triton_of(q, q, v, device="nvidia-h200")
+    assert candidate.reasons == (reason,) if reason else candidate.verdict != "refused"
+
+
+# Tables of a chip's family
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Shipped tables of the test's own: ``{chip: rows}``."""
+    made = {}
+    monkeypatch.setattr(chain, "_rows", functools.cache(lambda chip, operation: tuple(made.get(chip, ()))))
+    return made
+
+
+def row(platform, seconds, params, *args, **options):
+    """What a shipped table has of one implementation and the call's forward."""
+    call, _ = bound(*args, **options)
+    entry = next(e for e in kernel_registry.list_implementations(FLASH) if e.platform is platform)
+    return {
+        "direction": "forward",
+        "implementation": entry.name,
+        "version": entry.version,
+        "call": dict(call.bucket),
+        "params": params,
+        "seconds": seconds,
+    }
+
+
+def rows(fastest, q_blocksize=64):
+    """Of every implementation, one the fastest."""
+    platforms = {e.platform for e in kernel_registry.list_implementations(FLASH)}
+    args = (HALF_X, HALF_X, HALF_X)
+    params = {"q_blocksize": q_blocksize}
+    return [row(p, 1e-4 if p is fastest else 1e-3, params, *args, causal=True) for p in platforms]
+
+
+def chosen_on(device):
+    return explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device=device).chosen
+
+
+@pytest.mark.parametrize("fastest", [Platform.TRITON, Platform.XLA])
+@pytest.mark.parametrize(
+    "device", ["nvidia-h200", "nvidia-h100", "nvidia-gh200", "nvidia-h100-pcie", UNKNOWN_HOPPER], ids=str
+)
+def test_hoppers_choose_by_the_table_of_the_h200(installed, tables, device, fastest):
+    tables["nvidia-h200"] = rows(fastest, 96)
+    chosen = chosen_on(device)
+    assert (chosen.platform, chosen.source) == (fastest, "shipped")
+    assert chosen.params.q_blocksize == 96
+
+
+@pytest.mark.parametrize("device", ["nvidia-a100", "nvidia-b200", "amd-mi300x", "tpu-v5e", "cpu"])
+def test_other_families_do_not(installed, tables, device):
+    tables["nvidia-h200"] = tables["tpu-v6e"] = rows(Platform.XLA)
+    assert chosen_on(device).source == "heuristic"
+
+
+def test_a_chip_s_own_table_goes_first(installed, tables):
+    tables["nvidia-h200"] = rows(Platform.XLA)
+    tables["nvidia-h100"] = rows(Platform.TRITON)
+    assert chosen_on("nvidia-h100").platform is Platform.TRITON
+    assert chosen_on("nvidia-h200").platform is Platform.XLA
+
+
+def test_the_nearest_capability_lends_its_table(installed, tables):
+    tables["nvidia-a100"] = rows(Platform.TRITON, 64)
+    tables["nvidia-l40s"] = rows(Platform.TRITON, 32)
+    assert chosen_on("nvidia-rtx-4090").params.q_blocksize == 32
+    assert chosen_on("nvidia-a10").params.q_blocksize == 32
+
+
+def test_the_shipped_table_of_the_h200_serves_hoppers(installed):
+    """As it is in the package."""
+    shipped = [r for r in chain._rows("nvidia-h200", FLASH) if r["direction"] == "forward"]
+    call = next(r["call"] for r in shipped if r["call"]["features"] == "causal gqa")
+    q = abstract(1, call["q_len"], call["heads"] * call["group"], call["head_dim"])
+    k = abstract(1, call["kv_len"], call["heads"], call["head_dim"])
+    fastest = min((r for r in shipped if r["call"] == call), key=lambda r: r["seconds"])
+    pin = next(e.platform for e in kernel_registry.list_implementations(FLASH) if e.name == fastest["implementation"])
+    for device in ("nvidia-h200", "nvidia-h100", UNKNOWN_HOPPER):
+        chosen = explain(FLASH, q, k, k, causal=True, device=device, platform=pin).chosen
+        assert chosen.source == "shipped"
+        assert chosen.params.to_dict().items() >= fastest["params"].items()
+
+
+def test_triton_leaves_chips_that_it_does_not_compile_for():
+    x = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.float16)
+    explanation = explain("flash_attention", x, x, x, device="nvidia-t4")
+    assert explanation.chosen.platform is Platform.XLA
+    assert "needs capability 80, nvidia-t4 has 75" in str(explanation)
+
+
+# Calls that no table has
+
+
+def test_times_of_different_calls_are_not_compared(installed, tables):
+    """cuDNN was measured at a length four times as long: that it took longer says nothing."""
+    long = abstract(1, 1024, 4, 64)
+    tables["nvidia-h200"] = [
+        row(Platform.TRITON, 1e-4, {"q_blocksize": 64}, HALF_X, HALF_X, HALF_X, causal=True),
+        row(Platform.CUDNN, 1e-3, {}, long, long, long, causal=True),
+    ]
+    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="nvidia-h200")
+    assert explanation.chosen.platform is Platform.TRITON
+    assert "10 x, measured" not in str(explanation)
+
+
+def test_sizes_may_differ_and_so_may_the_group(installed, tables):
+    q, kv = abstract(2, 500, 28, 64), abstract(2, 500, 4, 64)
+    tables["nvidia-h200"] = [row(Platform.TRITON, 1e-4, {"q_blocksize": 32}, q, kv, kv, causal=True)]
+    more, fewer = abstract(2, 500, 32, 64), abstract(2, 500, 8, 64)
+    chosen = explain(FLASH, more, fewer, fewer, causal=True, device="nvidia-h200").chosen
+    assert (chosen.source, chosen.params.q_blocksize) == ("shipped", 32)
+
+
+def test_parameters_of_a_call_that_asks_as_much_serve(installed, tables):
+    tables["nvidia-h200"] = [row(Platform.TRITON, 1e-4, {"q_blocksize": 32}, HALF_X, HALF_X, HALF_X, causal=True)]
+
+    def source(x=HALF_X, **options):
+        chosen = explain(FLASH, x, x, x, device="nvidia-h200", platform="triton", **options).chosen
+        return chosen.source, chosen.params.q_blocksize == 32
+
+    sinks = abstract(4, 1, dtype=jnp.float32)
+    assert source(causal=True, softmax_aux=sinks) == ("shipped for a similar call", True)
+    assert source(sliding_window=(9, 9)) == ("shipped for a similar call", True)
+    assert source(abstract(1, 256, 4, 48), causal=True) == ("shipped for a similar call", True)
+    assert source(abstract(1, 256, 4, 96), causal=True)[0] == "heuristic"
+    assert source(causal=True, logits_soft_cap=5.0)[0] == "heuristic"
