@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+
 from examples import Example
 
 
@@ -139,6 +140,12 @@ EXAMPLES = [
     example("one_token_and_none", make([1, 0, 4, 5]), {"return_lse": True}, features={"lse"}),
     example("nothing_at_all", make([0, 0]), {"return_lse": True}, features={"lse"}),
     example("gqa_odd_sizes", make([9, 16], kv_heads=3, group=2, dim=5, size=3, max_blocks=6), features={"gqa"}),
+    # Sizes at which the CPU compiler of jax 0.10 wrote past a buffer, with several devices and a gradient for the keys.
+    example(
+        "many_tokens",
+        make([20, 13, 24, 12, 17, 22, 24, 15], kv_heads=4, group=2, dim=64, size=16, max_blocks=2),
+        features={"gqa"},
+    ),
     example("value_dim", make([13, 6], group=3, value_dim=3), {"softmax_scale": 0.3}, features={"gqa", "value_dim"}),
     example(
         "window", make([19, 3, 8, 0], group=2), {"sliding_window": (4, 0), "block_size": 4}, features={"gqa", "window"}
