@@ -1,117 +1,278 @@
-"""The command line."""
+"""The command line: ``ejkernel info | explain | check | bench | tune | roofline | report``.
 
-from __future__ import annotations
+Exit codes: 0, all is well; 1, a check failed; 2, the command was asked for something that cannot be; 130, interrupted.
+"""
 
+import json
+import os
 import sys
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from ejkernel.errors import EjkernelError
+
+FAILED, WRONG, INTERRUPTED = 1, 2, 130
 
 
 def main() -> None:
-    """Entry point of ``ejkernel``; says what to install where the command line's packages are missing."""
+    """Entry point of ``ejkernel``: runs a command, and says in one line what is wrong."""
+    debug = "--debug" in sys.argv
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
         import rich  # noqa: F401
-        import typer  # noqa: F401
+        import typer
     except ImportError as error:
-        sys.exit(f"ejkernel: the command line needs {error.name}: pip install 'ejkernel[lab]'")
-    _app()()
+        _stop(f"the command line needs {error.name}: pip install 'ejkernel[lab]'", WRONG)
+    app = _app()
+    try:
+        code = app(arguments, standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except typer.Exit as error:
+        code = error.exit_code
+    except BrokenPipeError:  # the reader of a pipe, such as head, has gone: nothing to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:
+        if debug:
+            raise
+        if hasattr(error, "format_message"):  # a mistake in the arguments
+            context = getattr(error, "ctx", None)
+            usage = f" (see: {context.command_path} --help)" if context else ""
+            _stop(f"{error.format_message()}{usage}", WRONG)
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        if isinstance(error, EjkernelError):
+            _stop("\n".join(lines), WRONG)
+        _stop(f"{type(error).__name__}: {lines[0] if lines else ''} (--debug shows where)", FAILED)
+    if code == INTERRUPTED:
+        _stop("interrupted", INTERRUPTED)
+    sys.exit(code or 0)
 
 
-def _app():
-    import json
+def _stop(words: str, code: int) -> None:
+    print(f"ejkernel: {words}", file=sys.stderr)
+    sys.exit(code)
 
+
+def _app() -> Any:
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.table import Table
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, help="Deep-learning kernels for JAX.")
+    from ejkernel.lab import tables
 
-    @app.callback()
-    def root() -> None:
-        """Deep-learning kernels for JAX, looked at."""
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+    )
+    Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables; progress goes to stderr.")]
+    Operations = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operations; default: all.")]
 
-    @app.command()
-    def report(
-        quick: bool = typer.Option(False, "--quick", help="Short sequences only: under a minute on two cores."),
-        as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),
-    ) -> None:
-        """Which kernels this machine can run, each checked against float64 and timed beside jax.nn.
-
-        Example: ejkernel report --quick
-        """
-        from ejkernel.lab import report as lab
-
-        console = Console(stderr=as_json)
-        lengths = (512, 1024, 2048) if quick else (512, 1024, 2048, 4096)
-        kernels = lab.kernels()
-        platforms = list(dict.fromkeys(row["platform"] for row in kernels if row["runs"]))
-        result = {"machine": lab.machine(), "kernels": kernels, "checks": [], "timings": []}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("checking", total=len(platforms) * (len(lab.CHECKS) + 2 * len(lengths)))
-            for platform in platforms:
-                for part, rows in (("checks", lab.checks(platform)), ("timings", lab.timings(platform, lengths))):
-                    for row in rows:
-                        result[part].append(row)
-                        progress.update(task, advance=1, description=f"{part} on {platform}")
+    def show(result: Any, as_json: bool, draw: Any) -> None:
         if as_json:
             print(json.dumps(result, indent=1))
         else:
-            _show(console, result, Table)
-        failed = [row for row in result["checks"] if not row["passed"]]
-        if failed:
-            raise typer.Exit(1)
+            draw(Console(), result)
+
+    @app.callback()
+    def root(
+        debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    ) -> None:
+        """Deep-learning kernels for JAX: what runs here, how right, how fast."""
+
+    @app.command()
+    def info(
+        device: Annotated[str | None, typer.Option(help="A chip to decide for, such as nvidia-h200.")] = None,
+        as_json: Json = False,
+    ) -> None:
+        """Devices, versions, and which kernels can run, with the reasons of those that cannot.
+
+        [bold]Examples[/]: ejkernel info · ejkernel info --device nvidia-h200 · ejkernel info --json
+        """
+        from ejkernel.lab import report
+
+        show({"machine": report.machine(), "kernels": report.kernels(device)}, as_json, tables.info)
+
+    @app.command()
+    def explain(
+        op: Annotated[str, typer.Argument(help="The operation.")] = "flash_attention",
+        shape: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--shape", help="Of the first array, 2,1024,8,64, or of any: key=2,1024,2,64. May be repeated."
+            ),
+        ] = None,
+        dtype: Annotated[str, typer.Option(help="Of the arrays.")] = "bfloat16",
+        causal: Annotated[bool | None, typer.Option("--causal/--no-causal", help="Mask the future.")] = None,
+        options: Annotated[
+            list[str] | None,
+            typer.Option("--set", help="Any other argument: sliding_window=[255,0], bias=float32[1,8,1024,1024]."),
+        ] = None,
+        platform: Annotated[str | None, typer.Option(help="Pin this one.")] = None,
+        device: Annotated[str | None, typer.Option(help="A chip to decide for, such as nvidia-h200.")] = None,
+        as_json: Json = False,
+    ) -> None:
+        """What would run a call, and why not something else. Exit code 1 if nothing can.
+
+        [bold]Examples[/]: ejkernel explain flash_attention --shape 2,4096,32,128 --shape key=2,4096,8,128 --causal --device nvidia-h200
+        """
+        from ejkernel.lab import asked
+
+        decided = asked.explain(op, shape or [], dtype, causal, options or [], platform, device)
+        show(
+            asked.as_json(decided),
+            as_json,
+            lambda console, _: console.print(str(decided), markup=False, soft_wrap=True),
+        )
+        if decided.chosen is None:
+            raise typer.Exit(FAILED)
+
+    @app.command()
+    def check(
+        op: Operations = None,
+        platform: Annotated[str | None, typer.Option(help="This one only.")] = None,
+        as_json: Json = False,
+    ) -> None:
+        """Every implementation that runs here against float64: values and gradients. Exit code 1 if one is too far off.
+
+        [bold]Examples[/]: ejkernel check · ejkernel check flash_attention --platform xla
+        """
+        from ejkernel.lab import asked, report
+
+        plan = report.check_plan(asked.operations(op), asked.platform(platform))
+        if not plan:
+            raise EjkernelError(
+                f"platform is {platform!r}: none of its kernels runs on this machine; see: ejkernel info"
+            )
+        with _progress(len(plan)) as step:
+            rows = [step(f"{job[0].operation}: {job[0].name}", report.check, *job) for job in plan]
+        show({"machine": report.machine(), "checks": rows}, as_json, tables.checks)
+        if not all(row["passed"] or row["refused"] for row in rows):
+            raise typer.Exit(FAILED)
+
+    @app.command()
+    def bench(
+        op: Operations = None,
+        with_peers: Annotated[
+            bool, typer.Option("--peers/--no-peers", help="Beside jax.nn, cuDNN, tokamax, torch, …")
+        ] = True,
+        pinned: Annotated[bool, typer.Option("--pinned", help="Each of our implementations too.")] = False,
+        length: Annotated[list[int] | None, typer.Option(help="Sequence length; may be repeated.")] = None,
+        backward: Annotated[bool, typer.Option("--backward/--forward", help="Time gradients too.")] = True,
+        seconds: Annotated[float, typer.Option(min=0.01, help="About how long to time each.")] = 0.3,
+        as_json: Json = False,
+    ) -> None:
+        """Times of ours beside the peers that are installed, with the error of each against float64.
+
+        [bold]Examples[/]: ejkernel bench flash_attention --length 2048 · ejkernel bench --no-peers --forward --json
+        """
+        from ejkernel.lab import asked, report
+
+        operations = asked.operations(op)
+        lengths = asked.lengths(length)
+        plan = [
+            job
+            for name in operations
+            for job in report.bench_plan(
+                [name], lengths or report.lengths(True)[name], with_peers=with_peers, pinned=pinned, backward=backward
+            )
+        ]
+        with _progress(len(plan)) as step:
+            rows = [step(f"{job[0]}: {job[2]}", report.bench, *job, seconds=seconds) for job in plan]
+        show({"machine": report.machine(), "timings": rows}, as_json, tables.timings)
+        if any(not row["ms"] and row["implementation"].startswith(report.OURS) for row in rows):
+            raise typer.Exit(FAILED)
+
+    @app.command()
+    def tune(
+        op: Operations = None,
+        length: Annotated[list[int] | None, typer.Option(help="Sequence length; may be repeated.")] = None,
+        backward: Annotated[bool, typer.Option("--backward/--forward", help="Gradients too.")] = True,
+        as_json: Json = False,
+    ) -> None:
+        """Measure implementations and their parameters here, and keep the fastest for this device.
+
+        What is tuned are the calls that [bold]bench[/] times. For calls of your own: ejkernel.autotune, or EJKERNEL_AUTOTUNE=1.
+
+        [bold]Examples[/]: ejkernel tune flash_attention --length 4096
+        """
+        from ejkernel.lab import asked, report
+
+        lengths = asked.lengths(length)
+        plan = [(name, n) for name in asked.operations(op) for n in lengths or report.lengths(True)[name]]
+        with _progress(len(plan)) as step:
+            rows = [row for job in plan for row in step(f"{job[0]}, {job[1]}", asked.tune, *job, backward)]
+        show({"machine": report.machine(), "tuned": rows}, as_json, tables.tuned)
+
+    @app.command()
+    def roofline(
+        output: Annotated[
+            str, typer.Option("-o", "--output", help="The picture to write: .png, .svg or .pdf.")
+        ] = "roofline.png",
+        refresh: Annotated[bool, typer.Option("--refresh", help="Measure the machine's roofs again.")] = False,
+        as_json: Json = False,
+    ) -> None:
+        """Where each operation stands under this machine's measured roofs, as a picture and a table.
+
+        [bold]Examples[/]: ejkernel roofline -o roofline.svg
+        """
+        from ejkernel.lab import asked, report
+        from ejkernel.lab.ceilings import measure_ceilings
+
+        asked.can_write(output)
+        plan = [job for job in report.plan(True) if job[2] == report.OURS and job[3] == report.FORWARD]
+        with _progress(len(plan) + 1) as step:
+            ceilings = step("the machine's roofs", measure_ceilings, refresh=refresh)
+            rows = [step(job[0], report.bench, *job) for job in plan]
+        found = report.roofline(rows, ceilings)
+        asked.draw_roofline(found, output)
+        show({"machine": report.machine(), "roofline": found, "picture": output}, as_json, tables.roofline)
+
+    @app.command()
+    def report(
+        quick: Annotated[
+            bool, typer.Option("--quick", help="Fewer and shorter calls: under two minutes on two cores.")
+        ] = False,
+        output: Annotated[
+            str, typer.Option("-o", "--output", metavar="DIR", help="Where to write.")
+        ] = "ejkernel-report",
+        as_json: Json = False,
+    ) -> None:
+        """One page about this machine: kernels with reasons, correctness, speed beside the peers, roofline.
+
+        Writes index.html (self-contained), report.json and the plots as PNG and SVG. Exit code 1 if a check failed.
+
+        [bold]Examples[/]: ejkernel report --quick · ejkernel report -o my-report
+        """
+        from ejkernel.lab import asked, page
+        from ejkernel.lab import report as lab
+
+        asked.can_write(os.path.join(output, "index.html"))
+        with _progress(1) as step:
+            result = lab.collect(quick, step.at)
+        path = page.write(result, output)
+        show(result, as_json, tables.report)
+        print(f"\nThe page: {path.resolve().as_uri()}", file=sys.stderr if as_json else sys.stdout)
+        if not all(row["passed"] or row["refused"] for row in result["checks"]):
+            raise typer.Exit(FAILED)
 
     return app
 
 
-def _show(console, result: dict, table_class) -> None:
-    from rich.markup import escape
+@contextmanager
+def _progress(total: int) -> Any:
+    """``step(words, f, *args)`` runs something with a bar that says so; on stderr, so that stdout can be piped."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-        shown = table_class(title=title, title_justify="left", title_style="bold")
-        for number, column in enumerate(columns):
-            shown.add_column(column, justify="left" if number < 2 or column == "why" else "right")
-        for row in rows:
-            shown.add_row(*map(escape, row))  # a reason may name an extra in brackets
-        console.print(shown)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
 
-    machine = result["machine"]
-    console.print(
-        f"[bold]{machine['device']}[/] × {machine['devices']} · jax {machine['jax']} · ejkernel {machine['ejkernel']}"
-    )
-    table(
-        "Kernels",
-        ["operation", "platform", "backend", "runs here", "why"],
-        [
-            [r["operation"], r["platform"], r["backend"], "yes" if r["runs"] else "no", "; ".join(r["reasons"])]
-            for r in result["kernels"]
-        ],
-    )
-    table(
-        "Against float64",
-        ["platform", "call", "largest error", ""],
-        [
-            [
-                r["platform"],
-                r["check"],
-                "—" if r["error"] is None else f"{r['error']:.1e}",
-                "[green]ok[/]" if r["passed"] else f"[red]{r['reason'] or 'too far'}[/]",
-            ]
-            for r in result["checks"]
-        ],
-    )
-    table(
-        "Causal attention, float32, 8 heads × 64, beside jax.nn (milliseconds)",
-        ["platform", "what", "length", "ejkernel", "jax.nn", "faster"],
-        [
-            [
-                r["platform"],
-                r["what"],
-                str(r["length"]),
-                f"{r['ours_ms']:.1f}",
-                f"{r['jax_nn_ms']:.1f}",
-                f"{r['ratio']:.1f} ×",
-            ]
-            for r in result["timings"]
-        ],
-    )
+        def step(words: str, f: Any, *args: Any, **kwargs: Any) -> Any:
+            progress.update(task, description=words)
+            result = f(*args, **kwargs)
+            progress.advance(task)
+            return result
+
+        step.at = lambda words, done, total: progress.update(task, description=words, completed=done, total=total)
+        yield step

@@ -1,10 +1,16 @@
-"""What this machine can run: every kernel checked against float64 and timed beside ``jax.nn``."""
+"""What this machine can run, how right and how fast: collected as rows, for tables and pages.
+
+Everything that takes time is a generator of rows, so that progress can be shown.
+"""
 
 from __future__ import annotations
 
+import datetime
+import os
 import platform as host
-import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,18 +19,16 @@ import jaxlib
 import numpy as np
 
 import ejkernel
-from ejkernel import EjkernelError, explain, flash_attention
-from ejkernel.lab import reference
+from ejkernel import UnsupportedError, kernel_registry
+from ejkernel.callib.chips import identify
+from ejkernel.lab import peers, workloads
+from ejkernel.lab.ceilings import Ceilings, measure_ceilings
+from ejkernel.lab.timing import measure
+from ejkernel.lab.workloads import BOUNDS, OPERATIONS, Workload
 from ejkernel.ops.core.device import describe
 
-HEADS, HEAD_DIM = 8, 64
-BOUND = 2e-5
-
-CHECKS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal, 4 query heads a key head": {"causal": True, "group": 4},
-    "window, soft cap, sinks": {"causal": True, "sliding_window": (40, 0), "logits_soft_cap": 5.0, "sinks": 2},
-}
+FORWARD, BOTH = "forward", "forward + backward"
+OURS = "ejkernel"
 
 
 def machine() -> dict[str, Any]:
@@ -34,48 +38,28 @@ def machine() -> dict[str, Any]:
         "device": device.device_kind,
         "fingerprint": describe(device).fingerprint,
         "devices": len(jax.local_devices()),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
         "python": host.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "ejkernel": ejkernel.__version__,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def _plain_calls() -> dict[str, dict[str, Any]]:
-    """A plain call of each operation, abstract."""
-
-    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    x, cache = array(1, 128, HEADS, HEAD_DIM), array(32, HEADS, 16, HEAD_DIM)
-    attention = {"query": x, "key": x, "value": x}
-    place = {"context_lens": array(4, dtype=jnp.int32), "block_tables": array(4, 8, dtype=jnp.int32)}
-    return {
-        "flash_attention": attention,
-        "page_attention": {"query": array(4, HEADS, HEAD_DIM), "key_cache": cache, "value_cache": cache, **place},
-        "ring_attention": attention,
-        "blocksparse_attention": {**attention, "sparsity_mask": array(2, 2, dtype=jnp.bool_)},
-        "recurrent": {
-            "inputs": array(2, 16, 32),
-            "weights": {"weight_ih": array(4 * 64, 32), "weight_hh": array(4 * 64, 64)},
-        },
-        "mean_pooling": {"inputs": array(2, 128, 64)},
-        "grouped_matmul": {
-            "a": array(256, 64),
-            "b": array(4, 64, 64),
-            "group_sizes": array(4, dtype=jnp.int32),
-        },
-    }
-
-
-def kernels() -> list[dict[str, Any]]:
-    """Every implementation, whether it can run a plain call here, and if not, why."""
+def kernels(device: Any = None) -> list[dict[str, Any]]:
+    """Every implementation, whether it can run a plain call here (or on a described device), and if not, why."""
     rows = []
-    for algorithm, arguments in _plain_calls().items():
-        for candidate in explain(algorithm, **arguments).candidates:
+    for operation in OPERATIONS:
+        plain = workloads.checks(operation)[0]
+        # A kernel that takes half precision only is asked for that: the dtype is not what is in question here.
+        found = {dtype: plain.explained(dtype, device).candidates for dtype in ("float32", "bfloat16")}
+        for full, half in zip(found["float32"], found["bfloat16"], strict=True):
+            candidate = full if "float32" in full.implementation.support.dtypes else half
             rows.append(
                 {
-                    "operation": algorithm,
+                    "operation": operation,
                     "platform": candidate.platform.value,
                     "backend": candidate.backend.value,
                     "runs": candidate.verdict != "refused",
@@ -85,59 +69,304 @@ def kernels() -> list[dict[str, Any]]:
     return rows
 
 
-def checks(platform: str) -> Iterator[dict[str, Any]]:
-    """An implementation's largest error against float64, for a few calls; a generator, for progress bars."""
-    for name, options in CHECKS.items():
-        options = dict(options)
-        rng = np.random.default_rng(0)
-        kv_heads = HEADS // options.pop("group", 1)
-        shapes = {"query": HEADS, "key": kv_heads, "value": kv_heads}
-        arrays = {n: rng.standard_normal((2, 150, heads, 32)).astype(np.float32) for n, heads in shapes.items()}
-        if sinks := options.pop("sinks", 0):
-            arrays["softmax_aux"] = rng.standard_normal((sinks,)).astype(np.float32)
-        row = {"platform": platform, "check": name, "error": None, "passed": False, "reason": ""}
-        try:
-            out = flash_attention(**arrays, **options, platform=platform)
-            row["error"] = float(np.abs(np.asarray(out, np.float64) - reference.attention(**arrays, **options)).max())
-            row["passed"] = row["error"] <= BOUND
-        except EjkernelError as error:
-            row["reason"] = str(error).splitlines()[0]
-        yield row
+def check_plan(operations: list[str] | None = None, platform: str | None = None) -> list[tuple[Workload, str, str]]:
+    """The checks that concern this machine: a workload, a platform that runs here, and the dtype to check in."""
+    device = describe()
+    return [
+        (workload, entry.platform.value, "float32" if "float32" in entry.support.dtypes else "bfloat16")
+        for operation in operations or OPERATIONS
+        for workload in workloads.checks(operation)
+        for entry in kernel_registry.list_implementations(_kernels_of(operation))
+        if entry.support.devices.refusal(device) is None and platform in (None, entry.platform.value)
+    ]
 
 
-def timings(platform: str, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Causal attention, float32, beside ``jax.nn``: milliseconds, the best of a few; a generator, for progress bars."""
-    for length in lengths:
-        x = tuple(jax.random.normal(k, (1, length, HEADS, HEAD_DIM)) for k in jax.random.split(jax.random.key(0), 3))
+def check(workload: Workload, platform: str, dtype: str) -> dict[str, Any]:
+    """The largest relative error of the output and of every gradient against float64."""
+    row = {
+        "operation": workload.operation,
+        "platform": platform,
+        "check": workload.name,
+        "dtype": dtype,
+        "error": None,
+        "bound": BOUNDS[dtype],
+        "passed": False,
+        "refused": False,
+        "reason": "",
+    }
+    arrays = workload.cast(dtype)
+    try:
+        found = _with_gradients(workload.function(platform), arrays, workload.differentiable)
+    except UnsupportedError as error:
+        refusals = [line.split(None, 3) for line in str(error).splitlines() if " refused " in line]
+        reasons = [words[3] for words in refusals if words[0] == platform and len(words) == 4]
+        return {**row, "refused": True, "reason": (reasons or str(error).splitlines())[0]}
+    except Exception as error:  # a kernel that crashes is a row of the table, not its end
+        return {**row, "reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+    errors = relative_errors(found, _exact(workload, arrays))
+    row["error"] = max(errors.values())
+    row["passed"] = row["error"] <= row["bound"]
+    if not row["passed"]:
+        row["reason"] = "too far: " + ", ".join(name for name, e in errors.items() if not e <= row["bound"])
+    return row
 
-        def ours(q, k, v):
-            return flash_attention(q, k, v, causal=True, platform=platform)
 
-        def theirs(q, k, v):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+def relative_errors(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
+    """‖found − exact‖ / ‖exact‖ of each entry; infinite where something is not finite.
 
-        for what, wrap in (("forward", lambda f: f), ("forward + backward", _with_gradients)):
-            own, other = (best_time(jax.jit(wrap(f)), *x) for f in (ours, theirs))
-            yield {
-                "platform": platform,
-                "length": length,
-                "what": what,
-                "ours_ms": own * 1e3,
-                "jax_nn_ms": other * 1e3,
-                "ratio": other / own,
+    Example:
+        >>> relative_errors({"out": np.array([1.0, 2.5])}, {"out": np.array([1.0, 2.0])})
+        {'out': 0.22360679774997896}
+    """
+
+    def one(x: Any, e: Any) -> float:
+        pairs = list(zip(jax.tree.leaves(x), jax.tree.leaves(e), strict=True))
+        error, size = (np.sqrt(sum(np.sum(np.square(d)) for d in ds)) for ds in (
+            [np.asarray(x, np.float64) - np.asarray(e) for x, e in pairs], [np.asarray(e) for _, e in pairs]))  # fmt: skip
+        return float(error / max(size, 1e-30)) if np.isfinite(error) else float("inf")
+
+    return {name: one(x, exact[name]) for name, x in found.items()}
+
+
+def _with_gradients(f: Callable, arrays: dict[str, Any], wanted: tuple[str, ...]) -> dict[str, Any]:
+    """The output, and the gradient of each wanted argument for a fixed cotangent."""
+
+    @jax.jit
+    def run(floats: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+        out, pull = jax.vjp(lambda floats: f({**floats, **rest}), floats)
+        cotangent = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), out)
+        (grads,) = pull(jax.tree.map(lambda c, x: c.astype(x.dtype), cotangent, out))
+        return {"out": out, **{f"d{name}": grad for name, grad in grads.items()}}
+
+    return run({n: arrays[n] for n in wanted}, {n: x for n, x in arrays.items() if n not in wanted})
+
+
+def _exact(workload: Workload, arrays: dict[str, Any]) -> dict[str, Any]:
+    with jax.enable_x64(True):
+        exact = jax.tree.map(
+            lambda x: jnp.asarray(x, "float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays
+        )
+        return jax.tree.map(np.asarray, _with_gradients(workload.reference, exact, workload.differentiable))
+
+
+# Speed
+
+
+def bench_plan(
+    operations: list[str],
+    lengths: tuple[int, ...],
+    *,
+    with_peers: bool = True,
+    pinned: bool = False,
+    backward: bool = True,
+) -> list[tuple[str, int, str, str]]:
+    """What is to be timed: operation, length, implementation and direction, in the order in which it is."""
+    plan = []
+    device = describe()
+    for operation in operations:
+        ours = [OURS]
+        if pinned:
+            entries = kernel_registry.list_implementations(_kernels_of(operation))
+            ours += [f"{OURS} {e.platform.value}" for e in entries if e.support.devices.refusal(device) is None]
+        others = peers.names(operation) if with_peers else []
+        for length in lengths:
+            for implementation in (*ours, *others):
+                for what in (FORWARD, BOTH) if backward else (FORWARD,):
+                    plan.append((operation, length, implementation, what))
+    return plan
+
+
+def bench(operation: str, length: int, implementation: str, what: str, *, seconds: float = 0.3) -> dict[str, Any]:
+    """One timing; a peer that is not here, or a call that fails, is a row with the reason and no time."""
+    dtype = workloads.default_dtype()
+    workload = workloads.timed(operation, length, describe().kind != "cpu")
+    row = {
+        "operation": operation,
+        "what": what,
+        "length": length,
+        "implementation": implementation,
+        "dtype": dtype,
+        **dict.fromkeys(("ms", "low_ms", "high_ms", "compile_ms", "tflops", "memory_bytes", "error")),
+        "flags": [],
+        "reason": "",
+    }
+    try:
+        run, args, outcome, memory = _prepared(workload, implementation, what, dtype)
+        row["memory_bytes"] = memory
+        if what == FORWARD:
+            row["error"] = _error_of(workload, dtype, outcome)
+        timed = measure(run, *args, min_seconds=seconds / 3, max_seconds=seconds * 3)
+    except peers.Absent as error:
+        return {**row, "reason": str(error)}
+    except Exception as error:  # one that fails is a row of the table, not its end
+        return {**row, "reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+    cost = workload.cost(dtype)
+    flops = cost.flops + (cost.backward_flops if what == BOTH else 0)
+    return {
+        **row,
+        "ms": timed.median_ms,
+        "low_ms": timed.p10_ms,
+        "high_ms": timed.p90_ms,
+        "compile_ms": timed.compile_ms,
+        "tflops": flops / timed.median_ms / 1e9,
+        "flags": list(timed.flags),
+    }
+
+
+def _prepared(
+    workload: Workload, implementation: str, what: str, dtype: str
+) -> tuple[Callable, tuple, Any, int | None]:
+    """What to time, its arguments, its first result and, where the compiler says so, the memory that it needs."""
+    framework = "jax"
+    if implementation.startswith(OURS):
+        f = workload.function(implementation.removeprefix(OURS).strip() or None)
+    else:
+        f, framework = peers.function(implementation, workload)
+    if framework == "torch":
+        return _prepared_torch(f, workload, what, dtype)
+    arrays = workload.cast(dtype)
+    if what == FORWARD:
+        run, args = f, (arrays,)
+    else:
+        floats = {name: arrays[name] for name in workload.differentiable}
+        rest = {name: x for name, x in arrays.items() if name not in floats}
+
+        def run(floats: dict[str, Any], rest: dict[str, Any]) -> Any:
+            def loss(floats: dict[str, Any]) -> Any:
+                out = jax.tree.leaves(f({**floats, **rest}))[0]
+                return (out * out).astype(jnp.float32).sum()
+
+            return jax.value_and_grad(loss)(floats)
+
+        args = (floats, rest)
+    jitted = jax.jit(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a peer's own affair
+        memory = jitted.lower(*args).compile().memory_analysis()
+        outcome = jitted(*args)
+    needed = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else None
+    return jitted, args, outcome, needed
+
+
+def _prepared_torch(f: Callable, workload: Workload, what: str, dtype: str) -> tuple[Callable, tuple, Any, int | None]:
+    import torch
+
+    arrays = peers.as_torch(workload.arrays, dtype)
+    if what == FORWARD:
+
+        def run(arrays: dict[str, Any]) -> Any:
+            with torch.no_grad():
+                return f(arrays)
+
+    else:
+        wanted = [leaf.requires_grad_() for name in workload.differentiable for leaf in jax.tree.leaves(arrays[name])]
+
+        def run(arrays: dict[str, Any]) -> Any:
+            out = jax.tree.leaves(f(arrays))[0]
+            return torch.autograd.grad((out * out).float().sum(), wanted)
+
+    outcome = jax.tree.map(lambda x: x.detach().float().cpu().numpy(), run(arrays))
+    memory = None
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run(arrays)
+        memory = torch.cuda.max_memory_allocated() - before
+    return run, (arrays,), outcome, memory
+
+
+def _error_of(workload: Workload, dtype: str, outcome: Any) -> float:
+    """Against float64; of a long attention only the last queries are compared, which see all keys."""
+    arrays = workload.cast(dtype)
+    if workload.last_rows:
+        arrays["query"] = arrays["query"][:, -workload.last_rows :]
+        outcome = outcome[:, -workload.last_rows :]
+    with jax.enable_x64(True):
+        exact = jax.tree.map(
+            lambda x: jnp.asarray(x, "float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays
+        )
+        expected = jax.tree.map(np.asarray, jax.jit(workload.reference)(exact))
+    return relative_errors({"out": outcome}, {"out": expected})["out"]
+
+
+# Where that stands
+
+
+def roofline(timings: list[dict[str, Any]], ceilings: Ceilings | None = None) -> dict[str, Any]:
+    """The data sheet's roof, the measured one, and each operation's longest forward as a point under them."""
+    dtype = workloads.default_dtype()
+    ceilings = ceilings or measure_ceilings()
+    chip = identify(jax.local_devices()[0].device_kind)
+    peak = chip and chip.flops(dtype)
+    points = {}
+    for row in timings:
+        if row["implementation"] == OURS and row["what"] == FORWARD and row["ms"]:
+            workload = workloads.timed(row["operation"], row["length"], describe().kind != "cpu")
+            cost = workload.cost(row["dtype"])
+            points[row["operation"]] = {
+                "name": f"{row['operation']}, {row['length']}",
+                "intensity": cost.flops / cost.bytes,
+                "tflops": row["tflops"],
             }
+    return {
+        "peak": {"name": chip.slug, "tflops": peak / 1e12, "tb_per_s": chip.memory_bandwidth / 1e12} if peak else None,
+        "ceilings": {
+            "dtype": dtype,
+            "tflops": ceilings.matmul_flops_per_s[dtype] / 1e12,
+            "tb_per_s": ceilings.copy_bytes_per_s / 1e12,
+            "read_tb_per_s": ceilings.read_bytes_per_s / 1e12,
+        },
+        "points": list(points.values()),
+    }
 
 
-def _with_gradients(f: Callable) -> Callable:
-    return jax.value_and_grad(lambda *a: f(*a).sum(), (0, 1, 2))
+def lengths(quick: bool) -> dict[str, tuple[int, ...]]:
+    """At which lengths each operation is timed."""
+    on_cpu = describe().kind == "cpu"
+    attention = (512, 1024, 2048, 4096) if on_cpu else (2048, 4096, 8192, 16384)
+    others = (512, 2048) if on_cpu else (2048, 8192)
+    if quick:
+        attention, others = attention[:3], others[:1]
+    return {name: attention if name == "flash_attention" else others for name in OPERATIONS}
 
 
-def best_time(run: Callable, *args: Any, rounds: int = 4) -> float:
-    """Seconds of the fastest of a few runs, after one that compiles."""
-    jax.block_until_ready(run(*args))
-    best = float("inf")
-    for _ in range(rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        best = min(best, time.perf_counter() - start)
-    return best
+def plan(quick: bool) -> list[tuple[str, int, str, str]]:
+    """The timings of a report. Over one device a ring is flash attention with a detour, so it is left out there."""
+    timed = lengths(quick)
+    wanted = [name for name in OPERATIONS if name != "ring_attention" or len(jax.devices()) > 1]
+    return [
+        job
+        for name in wanted
+        for job in bench_plan([name], timed[name], pinned=False, backward=not quick or name == "flash_attention")
+    ]
+
+
+def collect(quick: bool, progress: Callable[[str, int, int], None] = lambda *_: None) -> dict[str, Any]:
+    """Everything that a report shows; ``progress(what, done, total)`` is called as it goes."""
+    to_check, to_time = check_plan(), plan(quick)
+    total = len(to_check) + len(to_time) + 1
+    result: dict[str, Any] = {"machine": machine(), "kernels": kernels(), "checks": [], "timings": []}
+    done = iter(range(total))
+    for job in to_check:
+        progress(f"checking {job[0].operation}", next(done), total)
+        result["checks"].append(check(*job))
+    for job in to_time:
+        progress(f"timing {job[0]}", next(done), total)
+        result["timings"].append(bench(*job, seconds=0.15 if quick else 0.5))
+    progress("measuring the machine's roofs", next(done), total)
+    result["roofline"] = roofline(result["timings"])
+    progress("done", total, total)
+    return result
+
+
+def _kernels_of(operation: str) -> str:
+    """The algorithm whose kernels an operation runs on."""
+    return "flash_attention" if operation == "ring_attention" else operation
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), host.processor())

@@ -1,0 +1,186 @@
+"""The lab's references, workloads, checks and timings."""
+
+import dataclasses
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from ejkernel import kernel_registry
+from ejkernel.lab import peers, reference, report, workloads
+from ejkernel.lab.timing import Measurement
+from examples import all_examples
+
+TIMED = Measurement(2.0, 2.1, 1.9, 1.95, 2.5, 9, None, None, None, ("noisy: p90 is 1.3 × the median",), None)
+
+
+def test_the_reference_agrees_with_the_oracle():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, h, 8)) for n, h in ((9, 4), (13, 2), (13, 2)))
+    bias = rng.standard_normal((1, 4, 9, 13))
+    q_ids, kv_ids = np.repeat([[1, 2]], 2, 0).repeat([4, 5], 1), np.repeat([[1, 2]], 2, 0).repeat([5, 8], 1)
+    calls = [
+        {"causal": True, "sliding_window": (5, 1), "logits_soft_cap": 2.0, "softmax_aux": np.array([0.3, -1.0])},
+        {"softmax_aux": rng.standard_normal((4, 2)), "bias": bias},
+        {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "bias": bias},
+    ]
+    with jax.enable_x64(True):
+        for options in calls:
+            arrays = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+            found = reference.attention(*map(jnp.asarray, (q, k, v)), **arrays)
+            np.testing.assert_allclose(found, oracle.attention(q, k, v, **options)[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "operation", [n for n in workloads.OPERATIONS if n not in ("flash_attention", "ring_attention")]
+)
+def test_references_agree_with_the_test_suite_s(operation):
+    """Two references, written apart, on the lab's own workloads."""
+    theirs = next(x.reference for x in all_examples() if x.operation == operation)
+    for workload in workloads.checks(operation):
+        with jax.enable_x64(True):
+            arrays = jax.tree.map(
+                lambda x: jnp.asarray(x, "float64" if x.dtype == np.float32 else None), workload.arrays
+            )
+            ours, other = workload.reference(arrays), theirs(**arrays, **workload.options)
+            for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_every_operation_has_workloads():
+    operations = {name for name in kernel_registry.list_algorithms() if kernel_registry.operation(name)}
+    assert set(workloads.OPERATIONS) == operations == set(reference.REFERENCES)
+    for name in operations:
+        assert workloads.timed(name, 512, False).length == 512
+        assert workloads.timed(name, 512, False).cost("float32").flops > 0
+    with pytest.raises(ValueError, match="operation is 'flush'; expected one of flash_attention"):
+        workloads.checks("flush")
+
+
+@pytest.mark.parametrize("operation", workloads.OPERATIONS)
+def test_checks_pass_and_can_fail(operation, monkeypatch):
+    plan = report.check_plan([operation])
+    assert {job[1] for job in plan} >= {"xla"}
+    rows = [report.check(*job) for job in plan]
+    assert all(row["passed"] and 0 < row["error"] < row["bound"] for row in rows), rows
+    exact = reference.REFERENCES[operation]
+    monkeypatch.setitem(
+        reference.REFERENCES, operation, lambda *a, **k: jax.tree.map(lambda x: 1.001 * x, exact(*a, **k))
+    )
+    row = report.check(*plan[0])
+    assert not row["passed"]
+    assert not row["refused"]
+    assert row["reason"].startswith("too far: ")
+    assert row["error"] == pytest.approx(0.001, rel=0.05)
+
+
+def test_a_check_that_is_refused_or_crashes_is_a_row(monkeypatch):
+    workload = workloads.checks("flash_attention")[0]
+    row = report.check(workload, "cudnn", "bfloat16")
+    assert (row["passed"], row["refused"], row["error"]) == (False, True, None)
+    assert "needs a GPU" in row["reason"]
+    monkeypatch.setattr(workloads.Workload, "function", lambda self, platform=None: lambda arrays: 1 / 0)
+    row = report.check(workload, "xla", "float32")
+    assert (row["passed"], row["refused"]) == (False, False)
+    assert row["reason"] == "ZeroDivisionError: division by zero"
+
+
+def test_relative_errors_see_what_is_not_finite():
+    exact = {"out": (np.ones(3), np.zeros(2))}
+    assert report.relative_errors({"out": (np.ones(3), np.zeros(2))}, exact) == {"out": 0.0}
+    assert report.relative_errors({"out": (np.array([1, np.nan, 1]), np.zeros(2))}, exact) == {"out": math.inf}
+    assert report.relative_errors({"out": (np.ones(3), np.array([0, 3.0]))}, exact)["out"] == pytest.approx(3**0.5)
+
+
+def test_kernels_are_listed_with_reasons():
+    rows = report.kernels()
+    assert {row["operation"] for row in rows} == set(workloads.OPERATIONS)
+    assert all(row["reasons"] for row in rows)
+    here = {(r["operation"], r["platform"]): r["runs"] for r in rows}
+    assert here["flash_attention", "xla"]
+    on_h200 = {(r["operation"], r["platform"]): r for r in report.kernels("nvidia-h200")}
+    assert on_h200["flash_attention", "triton"]["runs"] or "install" in str(
+        on_h200["flash_attention", "triton"]["reasons"]
+    )
+
+
+@pytest.mark.parametrize("operation", workloads.OPERATIONS)
+def test_timings_hold_the_error_of_every_peer_that_is_here(operation, monkeypatch):
+    monkeypatch.setattr(report, "measure", lambda run, *args, **kwargs: (run(*args), TIMED)[1])
+    plan = report.bench_plan([operation], (128,), pinned=True)
+    rows = [report.bench(*job) for job in plan]
+    assert [row["implementation"] for row in rows[:2]] == ["ejkernel"] * 2
+    assert {row["implementation"] for row in rows} >= {"ejkernel xla", *peers.names(operation)}
+    cost = workloads.timed(operation, 128, False).cost("float32")
+    for row in rows:
+        assert bool(row["reason"]) == (row["ms"] is None), row
+        if row["ms"] is None:
+            assert not row["implementation"].startswith("ejkernel")
+            assert "installed" in row["reason"] or "needs a GPU" in row["reason"]
+        else:
+            flops = cost.flops + (cost.backward_flops if row["what"] == report.BOTH else 0)
+            assert row["tflops"] == pytest.approx(flops / 2e-3 / 1e12)
+            assert (row["error"] is None) == (row["what"] == report.BOTH)
+            assert row["error"] is None or row["error"] < 1e-5
+            assert row["flags"] == list(TIMED.flags)
+
+
+def test_a_peer_that_is_wrong_shows(monkeypatch):
+    monkeypatch.setattr(report, "measure", lambda *a, **k: TIMED)
+    wrong = lambda workload: lambda x: x["query"]  # noqa: E731
+    monkeypatch.setitem(peers._PEERS["flash_attention"], "jax.nn", (wrong, "jax"))
+    assert report.bench("flash_attention", 64, "jax.nn", report.FORWARD)["error"] > 0.1
+
+
+def test_a_call_that_fails_is_a_row(monkeypatch):
+    def broken(workload):
+        raise RuntimeError("no such luck\nand more")
+
+    monkeypatch.setitem(peers._PEERS["flash_attention"], "jax.nn", (broken, "jax"))
+    row = report.bench("flash_attention", 64, "jax.nn", report.FORWARD)
+    assert (row["ms"], row["reason"]) == (None, "RuntimeError: no such luck")
+
+
+def test_roofline_points(monkeypatch):
+    from ejkernel.lab.ceilings import Ceilings
+
+    ceilings = Ceilings("cpu", "f", 2e10, 3e10, {"float32": 1e11})
+    row = {"operation": "flash_attention", "what": report.FORWARD, "length": 256, "implementation": "ejkernel",
+           "ms": 1.0, "tflops": 0.05, "dtype": "float32"}  # fmt: skip
+    longer = {**row, "length": 512, "tflops": 0.06}
+    found = report.roofline([row, longer, {**row, "implementation": "jax.nn"}, {**row, "what": report.BOTH}], ceilings)
+    cost = workloads.timed("flash_attention", 512, False).cost("float32")
+    assert found["points"] == [{"name": "flash_attention, 512", "intensity": cost.flops / cost.bytes, "tflops": 0.06}]
+    assert found["ceilings"] == {"dtype": "float32", "tflops": 0.1, "tb_per_s": 0.02, "read_tb_per_s": 0.03}
+    assert found["peak"] is None
+
+
+def test_collect_says_how_far_it_is(monkeypatch):
+    monkeypatch.setattr(report, "check", lambda *job: {"passed": True})
+    monkeypatch.setattr(report, "bench", lambda *job, seconds: {"job": job, "seconds": seconds})
+    monkeypatch.setattr(report, "roofline", lambda timings: {"points": []})
+    told = []
+    result = report.collect(True, lambda *step: told.append(step))
+    assert {"machine", "kernels", "checks", "timings", "roofline"} == set(result)
+    total = len(result["checks"]) + len(result["timings"]) + 1
+    assert [done for _, done, _ in told] == list(range(total + 1))
+    assert {t for *_, t in told} == {total}
+    lengths = {row["job"][1] for row in result["timings"] if row["job"][0] == "flash_attention"}
+    assert lengths == {512, 1024, 2048}
+
+
+def test_torch_is_not_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    row = report.bench("flash_attention", 64, "torch SDPA", report.FORWARD)
+    assert row["reason"] == "torch is not installed"
+
+
+def test_a_workload_says_little():
+    text = repr(workloads.checks("flash_attention")[0])
+    assert len(text) < 300
+    assert dataclasses.is_dataclass(workloads.Workload)
