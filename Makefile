@@ -23,7 +23,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet -e ".[lab,test]" $(JAX)
 	@touch $@
 
-demo: $(VENV)/.demo  ## install, then show which kernels this machine runs and how fast
+demo: $(VENV)/.demo  ## install, then a page about this machine: which kernels it runs, how right, how fast
 	$(BIN)/ejkernel report --quick
 
 test: $(VENV)/.test  ## install, then run the suite; TESTS=tests/test_x.py: that alone

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from examples import all_examples
 
 from ejkernel import kernel_registry
 from ejkernel.lab import peers, reference, report, workloads
 from ejkernel.lab.timing import Measurement
-from examples import all_examples
 
 TIMED = Measurement(2.0, 2.1, 1.9, 1.95, 2.5, 9, None, None, None, ("noisy: p90 is 1.3 × the median",), None)
 

@@ -326,7 +326,7 @@ def lengths(quick: bool) -> dict[str, tuple[int, ...]]:
     attention = (512, 1024, 2048, 4096) if on_cpu else (2048, 4096, 8192, 16384)
     others = (512, 2048) if on_cpu else (2048, 8192)
     if quick:
-        attention, others = attention[:3], others[:1]
+        attention = attention[:3]
     return {name: attention if name == "flash_attention" else others for name in OPERATIONS}
 
 

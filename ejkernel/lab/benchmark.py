@@ -1,0 +1,322 @@
+"""Latency, memory and kernel counts of functions of JAX or torch.
+
+Where a function computes is seen from the arrays that it takes and returns, so nothing has to be said about it. With
+`n_warmup=0` nothing has been returned yet when the clock starts: then `benchmark_memory` goes by the arguments alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel.errors import InvalidInputError
+from ejkernel.lab.extras import need
+from ejkernel.lab.timing import Places, check_callable, memory_of, places, run, timed
+
+__all__ = ["benchmark_latency", "benchmark_memory", "count_cuda_kernels", "default_schedule", "warmup"]
+
+GB = 1024**3
+
+
+def warmup(fn: Callable[..., Any], *args: Any, n_warmup: int = 10, **kwargs: Any) -> None:
+    """Call `fn(*args, **kwargs)` and wait for its device, `n_warmup` times, so that later calls find all compiled and warm.
+
+    What `fn` raises comes through, here and in the benchmarks, with a note on which run it was.
+
+    Example:
+        >>> calls = []
+        >>> warmup(calls.append, "called", n_warmup=3)
+        >>> calls
+        ['called', 'called', 'called']
+    """
+    _warm(fn, args, kwargs, n_warmup)
+
+
+def benchmark_latency(
+    fn: Callable[..., Any], *args: Any, n_warmup: int = 10, n_repeat: int = 100, **kwargs: Any
+) -> float:
+    """The mean time of `fn(*args, **kwargs)` over `n_repeat` calls, in milliseconds.
+
+    An accelerator is sent all calls and waited for once, as it runs them in order: the mean is that of the device, or of the
+    host if it cannot send them fast enough; torch on one GPU is timed by CUDA's events. On a CPU each call is waited for,
+    since JAX could run several at once.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> benchmark_latency(jax.jit(jnp.sin), jnp.ones(8), n_warmup=2, n_repeat=3) > 0
+        True
+    """
+    n_repeat = _count("n_repeat", n_repeat, least=1)
+    call, where = _warm(fn, args, kwargs, n_warmup)
+    return timed(call, n_repeat, "timed run", where) / n_repeat
+
+
+def benchmark_memory(
+    fn: Callable[..., Any], *args: Any, n_warmup: int = 10, n_repeat: int = 100, **kwargs: Any
+) -> tuple[float, float]:
+    """The highest memory in use during `n_repeat` calls of `fn(*args, **kwargs)`, and the memory in use after them.
+
+    On an accelerator it is what the framework has allocated there, the arguments included. JAX cannot reset its highest mark,
+    so memory is filled up to the mark for the time of the calls; if that does not leave enough room, the mark is an upper
+    bound. On a CPU it is the resident memory of the whole process. Results are dropped, so they count in the peak only.
+
+    Returns:
+        `(peak_memory_gb, allocated_memory_gb)`, with a GB of 1024**3 bytes, as torch's own tables count. The peak is never
+        the smaller one.
+
+    Example:
+        >>> peak, allocated = benchmark_memory(sorted, [2, 1], n_warmup=1, n_repeat=2)
+        >>> peak >= allocated > 0
+        True
+    """
+    n_repeat = _count("n_repeat", n_repeat, least=1)
+    call, where = _warm(fn, args, kwargs, n_warmup)
+    memory = memory_of(call, n_repeat, "measured run", where or places(args, kwargs))
+    return memory.peak / GB, memory.after / GB
+
+
+def _warm(fn: Any, args: tuple, kwargs: dict, n_warmup: Any) -> tuple[Callable[[], Any], Places | None]:
+    """The call, and where it computes if it has been called."""
+    check_callable(fn)
+    n_warmup = _count("n_warmup", n_warmup, least=0)
+    call = functools.partial(fn, *args, **kwargs)
+    if n_warmup == 0:
+        return call, None
+    return call, places(args, kwargs, run(call, n_warmup, "warm-up run", None))
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least or isinstance(value, bool):
+        raise InvalidInputError(f"{name} is {value!r}; expected an integer of at least {least}.")
+    return count
+
+
+# --- torch's profiler ------------------------------------------------------------------------------------------------
+
+
+def default_schedule(step: int) -> Any:
+    """What torch's profiler does in a step: `torch.profiler.schedule(wait=1, warmup=3, active=6)`.
+
+    Pass it as it is: `torch.profiler.profile(schedule=default_schedule)`. Torch is loaded when it is first called.
+
+    Example:
+        >>> [default_schedule(step).name for step in (0, 1, 4, 9)]  # doctest: +SKIP
+        ['NONE', 'WARMUP', 'RECORD', 'RECORD_AND_SAVE']
+    """
+    return _schedule()(step)
+
+
+@functools.cache
+def _schedule() -> Callable[[int], Any]:
+    return need("torch.profiler", "default_schedule").schedule(wait=1, warmup=3, active=6)
+
+
+# The first rule that fits a kernel's own name decides, then the first that fits the name with its template arguments: an
+# ATen kernel is named after its shape and takes its arithmetic as an argument (an elementwise kernel of a copying functor
+# is elementwise), cutlass and cuBLAS tell what they are in the arguments only. Within a name the order counts:
+#   - a compiler's prefix says more than the list of fused operations behind it (Inductor's poi is a pointwise kernel);
+#   - fused attention is built from gemms and a softmax and is none of them;
+#   - a normalisation or a softmax that is fused with elementwise operations is what the kernel is for.
+# Convolutions are gemms; whatever only moves data (copies, sets, concatenations, transposes) is memory; reductions, sorts,
+# gathers, scans and collectives are others.
+_RULES = tuple(
+    (category, re.compile(pattern, re.IGNORECASE))
+    for category, pattern in (
+        ("memory", r"^mem(cpy|set)"),
+        ("elementwise", r"^triton_poi_"),
+        ("other", r"flash|fmha|sdpa|attention|attn|\bmha_"),
+        ("gemm", r"^triton_tem_\w*(mm|conv)|^triton_(mm|bmm)"),
+        ("softmax", r"soft_?max"),
+        # Inductor lists the operations of an RMS norm.
+        ("layernorm", r"(layer|rms)_?norm|GammaBeta|RowwiseMoments|\bln_(fwd|bwd)|^triton_(per|red)_\w*mean_\w*rsqrt"),
+        ("layernorm", r"cuComputeGradInput|ComputeInternalGradients"),
+        ("gemm", r"gemm|gemv|nvjet|xmma|matmul|split_?k(?![ve])|cublas|cutlass\w*_tensorop|wmma_tensorop"),
+        ("gemm", r"scudnn|cudnn\w*conv|convolve|implicit_conv|fprop|dgrad|wgrad|winograd"),
+        # XLA names a fusion after its emitter and its last operation.
+        ("other", r"^(loop|input|wrapped)_(\w*_)?(reduce(?!_precision)|sort|scatter|scan)"),
+        ("memory", r"^(loop|input|wrapped)_(copy|concatenate|transpose|slice|dynamic_\w*slice|pad)(_fusion)?[._\d]*$"),
+        ("elementwise", r"elementwise|pointwise|multi_tensor_apply|^(loop|wrapped)_"),
+        ("memory", r"CatArrayBatchedCopy|copy_kernel|copy_device_to_device|transpose|nchwToNhwc|nhwcToNchw"),
+    )
+)
+# What a profiler puts on a device's time line beside kernels.
+_NOT_KERNELS = re.compile(r"^(ProfilerStep|Optimizer\.|(Context|Stream|Event) Sync|Stream Wait|\[memory\])")
+
+
+def count_cuda_kernels(prof: Any) -> dict[str, int]:
+    """Count what ran on the GPU by category: every kernel, copy and set.
+
+    Fused attention, reductions, sorts, gathers and collectives are `other`; convolutions are `gemm`; kernels that only move
+    data (concatenations, transposes) are `memory`, though ATen's elementwise kernels are `elementwise` whatever they do.
+
+    Args:
+        prof: a result of `torch.profiler.profile`; the folder that `jax.profiler.trace` wrote (its latest run), one of its
+            files (`.xplane.pb`, `.trace.json.gz`, `.trace.json`) or a loaded `jax.profiler.ProfileData`; or kernels: names,
+            or objects with a `name` or `key`, and where they stand for several a `count`.
+
+    Returns:
+        A dict with the keys gemm, elementwise, softmax, layernorm, memory, other and total.
+
+    Raises:
+        InvalidInputError: if it is none of those, or a profiler that has not run.
+
+    Example:
+        >>> count_cuda_kernels(["ampere_sgemm_128x64_tn", "Memset (Device)", "ProfilerStep#3"])
+        {'gemm': 1, 'elementwise': 0, 'softmax': 0, 'layernorm': 0, 'memory': 1, 'other': 0, 'total': 2}
+    """
+    counts = dict.fromkeys(("gemm", "elementwise", "softmax", "layernorm", "memory", "other", "total"), 0)
+    for name, count in _kernels(prof):
+        if not _NOT_KERNELS.match(name):
+            counts[_category(name)] += count
+            counts["total"] += count
+    return counts
+
+
+@functools.lru_cache(maxsize=4096)
+def _category(name: str) -> str:
+    name = name.replace("(anonymous namespace)", "anonymous").removeprefix("void ").strip()
+    own = re.split(r"[<(]", name, maxsplit=1)[0]
+    return next((category for text in (own, name) for category, rule in _RULES if rule.search(text)), "other")
+
+
+def _kernels(prof: Any) -> Iterator[tuple[str, int]]:
+    if not isinstance(prof, list) and (hasattr(prof, "events") or hasattr(prof, "key_averages")):
+        return _kernels_of_events(_profiler_events(prof))
+    if isinstance(prof, str | os.PathLike):
+        return _kernels_of_trace(Path(prof))
+    if hasattr(prof, "planes"):
+        return _kernels_of_planes(prof)
+    if isinstance(prof, Iterable):
+        return _kernels_of_events(prof)
+    raise InvalidInputError(
+        f"prof is {prof!r} ({type(prof).__name__}); expected a torch profiler's result, a JAX trace's folder or file, a "
+        "jax.profiler.ProfileData, or names of kernels."
+    )
+
+
+def _profiler_events(prof: Any) -> Iterable[Any]:
+    try:
+        for method in ("events", "key_averages"):
+            if hasattr(prof, method) and (found := list(getattr(prof, method)())):
+                return found
+    except AssertionError as error:
+        raise InvalidInputError(f"prof has not run: {error}; count after its with block.") from error
+    return ()
+
+
+def _kernels_of_events(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
+    for event in events:
+        named = (event, getattr(event, "name", None), getattr(event, "key", None))
+        name = next((name for name in named if isinstance(name, str)), None)
+        if name is None:
+            raise InvalidInputError(
+                f"prof holds {event!r} ({type(event).__name__}); expected names of kernels, or objects with a name or key."
+            )
+        device = getattr(event, "device_type", None)
+        on_gpu = device is None or str(getattr(device, "name", device)).upper().endswith("CUDA")
+        if on_gpu and getattr(event, "is_user_annotation", False) is not True:
+            yield name, 1 if name is event else int(getattr(event, "count", 1))
+
+
+# --- JAX's traces ----------------------------------------------------------------------------------------------------
+
+_DERIVED_LINES = {
+    *(
+        "Steps",
+        "XLA Modules",
+        "XLA Ops",
+        "Async XLA Ops",
+        "XLA TraceMe",
+        "Source code",
+        "Launch Stats",
+        "CUPTI overhead",
+    ),
+    *("Framework Ops", "Framework Name Scope", "TensorFlow Ops", "TensorFlow Name Scope"),
+}
+
+
+def _kernels_of_trace(path: Path) -> Iterator[tuple[str, int]]:
+    for file in _trace_files(path):
+        if file.name.endswith(".pb"):
+            yield from _kernels_of_planes(_load(file, jax.profiler.ProfileData.from_file))
+        else:
+            yield from _kernels_of_json(file)
+
+
+def _trace_files(path: Path) -> list[Path]:
+    """A trace's files: one of each host, from the latest run."""
+    if path.is_file() and path.name.endswith((".xplane.pb", ".json", ".json.gz")):
+        return [path]
+    # The binary comes first: the JSON is cut after a million events.
+    for pattern in ("*.xplane.pb", "*.trace.json.gz", "*.trace.json"):
+        files = [file for file in path.rglob(pattern) if not file.name.startswith("perfetto")]
+        if files:
+            latest = max(files, key=lambda file: (file.stat().st_mtime, file)).parent
+            return sorted(file for file in files if file.parent == latest)
+    raise InvalidInputError(
+        f"prof is {str(path)!r}, which is no JAX trace; expected the folder given to jax.profiler.trace, or a .xplane.pb, "
+        ".trace.json.gz or .trace.json file in it."
+    )
+
+
+def _load(file: Path, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(str(file))
+    except (OSError, EOFError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(f"prof is {str(file)!r}, which cannot be read: {error}.") from error
+
+
+def _kernels_of_planes(profile: Any) -> Iterator[tuple[str, int]]:
+    for plane in profile.planes:
+        if _is_gpu(plane.name):
+            lines = list(plane.lines)
+            kept = _kernel_lines([line.name for line in lines])
+            yield from ((event.name, 1) for line in lines if line.name in kept for event in line.events)
+
+
+def _kernels_of_json(file: Path) -> Iterator[tuple[str, int]]:
+    def read(name: str) -> Any:
+        with gzip.open(name, "rt", encoding="utf-8") if name.endswith(".gz") else open(name, encoding="utf-8") as text:
+            trace = json.load(text)
+        return trace["traceEvents"] if isinstance(trace, dict) and "traceEvents" in trace else trace
+
+    events = _load(file, read)
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise InvalidInputError(f"prof is {str(file)!r}, which holds no list of trace events.")
+    planes, lines, found = {}, {}, {}
+    for event in events:
+        name = str((event.get("args") or {}).get("name", ""))
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            planes[event.get("pid")] = name
+        elif event.get("ph") == "M" and event.get("name") == "thread_name":
+            lines[event.get("pid"), event.get("tid")] = name
+    for event in events:
+        pid, tid = event.get("pid"), event.get("tid")
+        if event.get("ph") == "X" and _is_gpu(planes.get(pid, "")):
+            found.setdefault(pid, []).append((lines.get((pid, tid), ""), str(event.get("name", ""))))
+    for plane in found.values():
+        kept = _kernel_lines([line for line, _ in plane])
+        yield from ((name, 1) for line, name in plane if line in kept)
+
+
+def _is_gpu(plane: str) -> bool:
+    return plane.startswith("/device:GPU")
+
+
+def _kernel_lines(names: Iterable[str]) -> set[str]:
+    """A GPU's streams, or where they have no names every line but those that show the same time again by XLA's terms."""
+    lines = set(names)
+    return {line for line in lines if line.startswith("Stream")} or lines - _DERIVED_LINES

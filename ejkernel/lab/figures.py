@@ -1,0 +1,463 @@
+"""The report's plots: latency and memory against length, and the roofline, as files and as SVG that a page can hold."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ejkernel.errors import InvalidInputError
+from ejkernel.lab.extras import need
+
+THEME = {  # a role's colour on light and on dark
+    "paper": ("#ffffff", "#14171c"),
+    "shade": ("#f4f5f7", "#1d2128"),
+    "rule": ("#dde0e5", "#343a44"),
+    "ink": ("#1b1f24", "#eceff3"),
+    "muted": ("#59626e", "#a6afbb"),
+    "good": ("#0b6b4f", "#5fd0a6"),
+    "bad": ("#ad3403", "#ff9f6b"),
+    "c0": ("#0a5fa8", "#6db8ff"),
+    "c1": ("#c4480a", "#ff9a57"),
+    "c2": ("#007a5e", "#4fd0a4"),
+    "c3": ("#9c3b85", "#ee9cd2"),
+    "c4": ("#846100", "#e6c34f"),
+    "c5": ("#5a6673", "#b3bdc9"),
+}
+_LIGHT = {role: light for role, (light, _) in THEME.items()}
+_SERIES = [role for role in THEME if re.fullmatch(r"c\d", role)]
+_MARKERS = {  # matplotlib's name of a marker and its outline about the origin
+    "o": "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+    "s": "M-3.6 -3.6h7.2v7.2h-7.2z",
+    "^": "M0 -4.6l4.4 8h-8.8z",
+    "D": "M0 -4.8l4.8 4.8l-4.8 4.8l-4.8 -4.8z",
+    "v": "M0 4.6l4.4 -8h-8.8z",
+}
+_SVG = "http://www.w3.org/2000/svg"
+_STYLE = {
+    "axes.edgecolor": _LIGHT["rule"],
+    "axes.labelcolor": _LIGHT["muted"],
+    "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": _LIGHT["ink"],
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "figure.facecolor": _LIGHT["paper"],
+    "font.size": 10,
+    "grid.color": _LIGHT["rule"],
+    "grid.linewidth": 0.7,
+    "svg.fonttype": "none",
+    "text.color": _LIGHT["ink"],
+    "xtick.color": _LIGHT["rule"],
+    "xtick.labelcolor": _LIGHT["muted"],
+    "ytick.color": _LIGHT["rule"],
+    "ytick.labelcolor": _LIGHT["muted"],
+}
+
+
+class Look(NamedTuple):
+    """How an implementation is drawn, the same in every plot."""
+
+    role: str
+    marker: str
+    dashed: bool
+
+    def swatch(self) -> str:
+        """A piece of its line, as SVG."""
+        dash = ' stroke-dasharray="5 3"' if self.dashed else ""
+        return (
+            f'<svg class="swatch" viewBox="-14 -7 28 14" aria-hidden="true" style="color:var(--{self.role})">'
+            f'<path d="M-14 0h28" stroke="currentColor" stroke-width="2"{dash}/>'
+            f'<path d="{_MARKERS[self.marker]}" fill="currentColor"/></svg>'
+        )
+
+
+class Panel(NamedTuple):
+    """One operation's values against length: ``{implementation: [(length, value, low, high), …]}``."""
+
+    operation: str
+    what: str
+    series: dict[str, list[tuple[float, float, float, float]]]
+
+
+def positive(value: Any) -> float | None:
+    """The number where it is one that a logarithmic axis can show, else None.
+
+    Example:
+        >>> positive(2), positive(0.0), positive(float("nan")), positive(None)
+        (2.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) and value > 0 else None
+
+
+def device(result: Mapping[str, Any]) -> str:
+    """What the result was measured on: a CPU by its processor's name, several by their number.
+
+    Example:
+        >>> device({"machine": {"device": "NVIDIA H200", "devices": 8}})
+        '8 × NVIDIA H200'
+    """
+    machine = result.get("machine") or {}
+    name = machine.get("device") or "Unknown device"
+    if name == "cpu":
+        name = machine.get("processor") or "CPU"
+    count = machine.get("devices")
+    return f"{count} × {name}" if isinstance(count, int) and count > 1 else str(name)
+
+
+def is_ours(implementation: Any) -> bool:
+    """Whether an implementation is the library's: "ejkernel" itself, or with one of its platforms named.
+
+    Example:
+        >>> is_ours("ejkernel xla"), is_ours("jax.nn")
+        (True, False)
+    """
+    return str(implementation).split(" ")[0] == "ejkernel"
+
+
+def looks(result: Mapping[str, Any]) -> dict[str, Look]:
+    """Every timed implementation's look, ours first.
+
+    Example:
+        >>> list(looks({"timings": [{"implementation": "jax.nn"}, {"implementation": "ejkernel"}]}))
+        ['ejkernel', 'jax.nn']
+    """
+    names = dict.fromkeys(str(row.get("implementation")) for row in result.get("timings") or ())
+    markers = list(_MARKERS)
+    return {
+        name: Look(_SERIES[n % len(_SERIES)], markers[n % len(markers)], n >= len(_SERIES))
+        for n, name in enumerate(sorted(names, key=lambda name: (not is_ours(name), name != "ejkernel")))
+    }
+
+
+def panels(result: Mapping[str, Any], kind: str) -> list[Panel]:
+    """What there is to draw of ``kind``, "latency" (milliseconds) or "memory" (bytes): a panel a timed operation.
+
+    Example:
+        >>> row = {"operation": "op", "what": "forward", "length": 8, "implementation": "ejkernel", "ms": 2.0}
+        >>> panels({"timings": [row]}, "latency")
+        [Panel(operation='op', what='forward', series={'ejkernel': [(8.0, 2.0, 2.0, 2.0)]})]
+    """
+    fields = {"latency": ("ms", "low_ms", "high_ms"), "memory": ("memory_bytes",) * 3}[kind]
+    found: dict[tuple[str, str], dict[str, list]] = {}
+    for row in result.get("timings") or ():
+        length, value, low, high = (positive(row.get(field)) for field in ("length", *fields))
+        if length and value:
+            call = str(row.get("operation") or ""), str(row.get("what") or "")
+            series = found.setdefault(call, {}).setdefault(str(row.get("implementation")), [])
+            series.append((length, value, min(low or value, value), max(high or value, value)))
+    order = list(looks(result))
+    return [
+        Panel(*call, {name: sorted(series[name]) for name in order if name in series}) for call, series in found.items()
+    ]
+
+
+def roofs(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """The roofs that are known, ``(TFLOP/s, TB/s)`` each: the measured one and the datasheet's.
+
+    Example:
+        >>> roofs({"roofline": {"ceilings": {"dtype": "float32", "tflops": 0.2, "tb_per_s": 0.02}}})
+        {'measured, float32': (0.2, 0.02)}
+    """
+    roofline = result.get("roofline") or {}
+    found = {}
+    for part, name in (("ceilings", "measured, {dtype}"), ("peak", "datasheet, {name}")):
+        roof = roofline.get(part) or {}
+        pair = positive(roof.get("tflops")), positive(roof.get("tb_per_s"))
+        if all(pair):
+            known = {key: value for key, value in roof.items() if value is not None}
+            found[name.format_map({"dtype": "", "name": "", **known}).removesuffix(", ")] = pair
+    return found
+
+
+def points(result: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """The roofline's points that can be drawn: name, FLOP/byte, TFLOP/s.
+
+    Example:
+        >>> points({"roofline": {"points": [{"name": "op", "intensity": 8, "tflops": 0.5}, {"name": "untimed"}]}})
+        [('op', 8.0, 0.5)]
+    """
+    found = []
+    for point in (result.get("roofline") or {}).get("points") or ():
+        intensity, tflops = positive(point.get("intensity")), positive(point.get("tflops"))
+        if intensity and tflops:
+            found.append((str(point.get("name")), intensity, tflops))
+    return found
+
+
+def draw(result: Mapping[str, Any], folder: str | Path) -> dict[str, Path]:
+    """Write ``latency``, ``memory`` and ``roofline`` as PNG and SVG into a folder, those that the result has rows for.
+
+    Args:
+        result: what the report collected.
+        folder: where to; made where it is missing.
+
+    Returns:
+        The SVG file of each plot that was drawn.
+
+    Example:
+        >>> draw({"timings": []}, ".")
+        {}
+    """
+    files = render(result)
+    if files:
+        put(folder, files)
+    return {Path(name).stem: Path(folder) / name for name in files if name.endswith(".svg")}
+
+
+def render(result: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files that `draw` writes: name and content.
+
+    Example:
+        >>> render({"timings": []})
+        {}
+    """
+    return {
+        f"{kind}.{suffix}": content
+        for kind, figure in _figures(result, together=True)
+        for suffix, content in _saved(kind, figure, ("svg", "png")).items()
+    }
+
+
+def inline(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Every plot as pieces of SVG for a page: no ids in common, colours by the page's variables, one panel a piece.
+
+    Example:
+        >>> inline({"timings": []})
+        {}
+    """
+    pieces: dict[str, list[str]] = {}
+    for kind, figure in _figures(result, together=False):
+        piece = pieces.setdefault(kind, [])
+        name = f"{kind}{len(piece)}"
+        piece.append(_for_page(_saved(name, figure, ("svg",))["svg"], name))
+    return pieces
+
+
+def put(folder: str | Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
+    """Write all files or none, beside their places first, then renamed; then remove the `stale` ones of an earlier time.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     put(folder, {"a.txt": b"a"})
+        ...     os.listdir(folder)
+        ['a.txt']
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in files:
+            if (folder / name).is_dir():
+                raise IsADirectoryError(f"{name} in it is a folder")
+        with tempfile.TemporaryDirectory(prefix=".ejkernel-", dir=folder) as beside:
+            for name, content in files.items():
+                Path(beside, name).write_bytes(content)
+            for name in files:
+                os.replace(Path(beside, name), folder / name)
+        for name in stale:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InvalidInputError(
+            f"folder: {str(folder)!r} cannot be written ({why}); expected a folder to write to: name another"
+        ) from error
+
+
+def _figures(result: Mapping[str, Any], together: bool) -> list[tuple[str, Callable[[], Any]]]:
+    """Kind and maker of every plot; the panels of a kind together in one figure with a legend, or each alone."""
+    look, makers = looks(result), []
+    caption = device(result) if together else None
+    for kind in ("latency", "memory"):
+        found = panels(result, kind)
+        for group in [found] if together and found else [[panel] for panel in found]:
+            makers.append((kind, partial(_over_length, group, kind, look, caption)))
+    if points(result) or roofs(result):
+        makers.append(("roofline", partial(_roofline, result, caption)))
+    return makers
+
+
+def _saved(name: str, make: Callable[[], Any], suffixes: Iterable[str]) -> dict[str, bytes]:
+    """A figure's files, the same for the same result: in a style of its own, whatever the user's, and without a date."""
+    matplotlib = need("matplotlib", "drawing the report's plots")
+    metadata = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE, **{"svg.hashsalt": name})
+        figure, files = make(), {}
+        for suffix in suffixes:
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=suffix, metadata=metadata[suffix], dpi=200)
+            files[suffix] = buffer.getvalue()
+    return files
+
+
+def _for_page(svg: bytes, name: str) -> str:
+    """Matplotlib's SVG for a page that holds several and has a light and a dark theme."""
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    root = ElementTree.fromstring(svg)
+    for parent in root.iter():
+        for child in list(parent):  # a style of its own would hold for the whole page
+            if child.tag in (f"{{{_SVG}}}style", f"{{{_SVG}}}metadata"):
+                parent.remove(child)
+    roles = {light: f"var(--{role})" for role, light in _LIGHT.items()}
+    for element in root.iter():
+        for key, value in list(element.attrib.items()):
+            if key == "id":
+                element.set(key, f"{name}-{value}")
+            elif key.endswith("href"):
+                element.set(key, value.replace("#", f"#{name}-", 1))
+            elif key == "clip-path":
+                element.set(key, value.replace("url(#", f"url(#{name}-"))
+            elif key == "style":
+                value = re.sub("#[0-9a-f]{6}", lambda match: roles.get(match[0], match[0]), value)
+                element.set(key, re.sub(r"(font: [^;]*?px) [^;]*", r"\1 var(--sans)", value))
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.set("aria-hidden", "true")  # the figure that holds it says what is in it
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _plain(text: str) -> str:
+    """Text as matplotlib shall show it: no formulas, nothing that XML cannot hold, and not longer than a plot is wide."""
+    text = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _axes(
+    count: int, legend: tuple[list, list], caption: str | None, size: tuple[float, float] = (4.0, 3.0)
+) -> tuple[Any, list[Any]]:
+    """A figure and its axes, in rows of at most three; with a caption, the legend is below them."""
+    figure_module = need("matplotlib.figure", "drawing the report's plots")
+    columns = min(3, count)
+    rows = math.ceil(count / columns)
+    lines = math.ceil(len(legend[1]) / (2 * columns))
+    below = 0.25 * lines + 0.1 if caption else 0
+    height = size[1] * rows + below
+    figure = figure_module.Figure(figsize=(size[0] * columns, height), layout="constrained")
+    figure.get_layout_engine().set(
+        rect=(0.008, below / height, 0.984, 1 - (below + 0.08) / height), wspace=0.06, hspace=0.08
+    )
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for unused in axes[count:]:
+        unused.remove()
+    if caption:
+        figure.suptitle(_plain(caption), x=0.01, ha="left", color=_LIGHT["muted"], size=9.5)
+        figure.legend(*legend, loc="lower center", ncols=2 * columns, frameon=False, handlelength=2.4)
+    return figure, list(axes[:count])
+
+
+def _over_length(group: list[Panel], kind: str, look: Mapping[str, Look], caption: str | None) -> Any:
+    """Panels of latency or memory against length, both logarithmic."""
+    lines = need("matplotlib.lines", "drawing the report's plots")
+    names = [name for name in look if any(name in panel.series for panel in group)]
+
+    def style(name: str) -> dict[str, Any]:
+        return {
+            "color": _LIGHT[look[name].role],
+            "marker": look[name].marker,
+            "linestyle": "--" if look[name].dashed else "-",
+            "linewidth": 2.4 if name == "ejkernel" else 1.5,
+            "markersize": 5 + 0.9 * list(look).index(name),  # those below others show around them
+            "markeredgecolor": _LIGHT["paper"],
+            "markeredgewidth": 0.8,
+        }
+
+    keys = ([lines.Line2D([], [], **style(name)) for name in names], [_plain(name) for name in names])
+    figure, axes = _axes(len(group), keys, caption)
+    unit, divisor = "ms", 1.0
+    if kind == "memory":
+        most = max(high for panel in group for series in panel.series.values() for *_, high in series)
+        unit, divisor = ("GiB", 2**30) if most >= 2**32 else ("MiB", 2**20) if most >= 2**20 else ("KiB", 2**10)
+    for ax, panel in zip(axes, group, strict=True):
+        everything = [row for series in panel.series.values() for row in series]
+        for name in reversed(panel.series):  # ours on top
+            x, y, low, high = zip(*panel.series[name], strict=True)
+            y, low, high = ([value / divisor for value in values] for values in (y, low, high))
+            ax.fill_between(x, low, high, color=_LIGHT[look[name].role], alpha=0.16, linewidth=0)
+            ax.plot(x, y, **style(name))
+        ax.set_title(_plain(panel.operation), pad=22)
+        ax.text(0, 1.045, _plain(panel.what), transform=ax.transAxes, color=_LIGHT["muted"], size=9.5)
+        ax.set_ylabel({"latency": "time", "memory": "peak memory"}[kind] + f" ({unit})")
+        ax.set_xlabel("length")
+        _log_axis(ax, "y", [value / divisor for row in everything for value in row[1:]])
+        _log_axis(ax, "x", [row[0] for row in everything], ticks=sorted({row[0] for row in everything}))
+        ax.grid(axis="y")
+    return figure
+
+
+def _log_axis(ax: Any, which: str, values: list[float], ticks: list[float] | None = None) -> None:
+    """A logarithmic axis about the values, with numbers one can read; few values still get a tick or two."""
+    ticker = need("matplotlib.ticker", "drawing the report's plots")
+    low, high = min(values), max(values)
+    margin = max((high / low) ** 0.07, 1.12, (4 * low / high) ** 0.5 if ticks is None else 1)
+    low, high = low / margin, high * margin
+    ax.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axis = getattr(ax, f"{which}axis")
+    if ticks is not None:
+        # Every doubling has a label of its own only while there is room for it.
+        axis.set_major_locator(ticker.FixedLocator(ticks[:: math.ceil(len(ticks) / 7)]))
+    else:
+        subs = (1, 2, 5) if high / low < 200 else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def number(value: float) -> str:
+    """A number with three digits that count.
+
+    Example:
+        >>> [number(value) for value in (0.000123, 0.5, 12.345, 4096, 0)]
+        ['0.00012', '0.5', '12.3', '4,096', '0']
+    """
+    if value and abs(value) < 0.001:
+        return f"{value:.5f}" if abs(value) >= 1e-4 else f"{value:.0e}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def _roofline(result: Mapping[str, Any], caption: str | None) -> Any:
+    """Roofs as lines; points by number, since names would cover each other."""
+    lines = need("matplotlib.lines", "drawing the report's plots")
+    known, measured = roofs(result), points(result)
+    styles = {name: "-" if n == 0 else (0, (5, 3)) for n, name in enumerate(known)}
+    handles = [lines.Line2D([], [], color=_LIGHT["ink"], linestyle=style, linewidth=1.8) for style in styles.values()]
+    for n in range(1, len(measured) + 1):
+        handles.append(lines.Line2D([], [], color=_LIGHT["c0"], marker=f"${n}$", linestyle="none", markersize=7))
+    labels = [f"roof: {_plain(name)}" for name in known]
+    labels += [_plain(name) for name, *_ in measured]
+    figure, (ax,) = _axes(1, (handles, labels), caption, size=(5.0, 3.5))
+    ridges = [tflops / bandwidth for tflops, bandwidth in known.values()]
+    intensities = [intensity for _, intensity, _ in measured] + ridges
+    left, right = min(intensities) / 3, max(intensities) * 3
+    heights = [tflops for _, _, tflops in measured]
+    for name, (tflops, bandwidth) in known.items():
+        ridge = min(max(tflops / bandwidth, left), right)
+        x = [left, ridge, right]
+        y = [min(tflops, bandwidth * value) for value in x]
+        ax.plot(x, y, color=_LIGHT["ink"], linestyle=styles[name], linewidth=1.8, solid_joinstyle="round")
+        if name == next(iter(known)):
+            ax.fill_between(x, y, min(*heights, *y) / 10, color=_LIGHT["c0"], alpha=0.06, linewidth=0)
+        heights += y
+    for n, (_, intensity, tflops) in enumerate(measured, 1):
+        ax.plot([intensity], [tflops], "o", color=_LIGHT["c0"], markersize=15, markeredgecolor=_LIGHT["paper"])
+        ax.text(intensity, tflops, str(n), color=_LIGHT["paper"], ha="center", va="center_baseline", weight="bold")
+    ax.set_xlabel("arithmetic intensity (FLOP/byte)")
+    ax.set_ylabel("TFLOP/s")
+    _log_axis(ax, "x", [left, right])
+    _log_axis(ax, "y", heights)
+    ax.set_xlim(left, right)
+    ax.grid()
+    return figure
