@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 JAX ?=
 TESTS ?= tests
 TYPED := values.py jit.py vmap.py remat.py callib.py datacarrier.py fingerprint.py utils.py xla_utils.py
-INTERPRETED := values.py gradients.py jit.py vmap.py remat.py determinism.py triton_interpreted.py
+INTERPRETED := values.py gradients.py jit.py vmap.py remat.py determinism.py triton_interpreted.py lab_study_interpreted.py
 # Of vmap's cases one for each part that may be batched.
-INTERPRETED_ONLY := triton and not (vmap_equals_a_loop and not (all-masked or not_query-packed or last-dropout))
+INTERPRETED_ONLY := (triton or lab_study_interpreted) and not (vmap_equals_a_loop and not (all-masked or not_query-packed or last-dropout))
 ON_GPU := values.py gradients.py jit.py vmap.py remat.py determinism.py
 GPU_JOBS ?= 4
 

@@ -102,7 +102,9 @@ def test_kernels_are_listed_with_reasons():
     assert all(row["reasons"] for row in rows)
     here = {(r["operation"], r["platform"]): r["runs"] for r in rows}
     assert here["flash_attention", "xla"]
-    on_h200 = {(r["operation"], r["platform"]): r for r in report.kernels("nvidia-h200")}
+    rows = report.kernels("nvidia-h200")
+    on_h200 = {(r["operation"], r["platform"]): r for r in rows}
+    assert len(on_h200) == len(rows)
     assert on_h200["flash_attention", "triton"]["runs"] or "install" in str(
         on_h200["flash_attention", "triton"]["reasons"]
     )

@@ -143,7 +143,7 @@ def _app() -> Any:
                 f"platform is {platform!r}: none of its kernels runs on this machine; see: ejkernel info"
             )
         with _progress(len(plan)) as step:
-            rows = [step(f"{job[0].operation}: {job[0].name}", report.check, *job) for job in plan]
+            rows = report.run_checks(plan, step.tick)
         show({"machine": report.machine(), "checks": rows}, as_json, tables.checks)
         if not all(row["passed"] or row["refused"] for row in rows):
             raise typer.Exit(FAILED)
@@ -274,5 +274,6 @@ def _progress(total: int) -> Any:
             progress.advance(task)
             return result
 
+        step.tick = lambda words: progress.update(task, description=words, advance=1)
         step.at = lambda words, done, total: progress.update(task, description=words, completed=done, total=total)
         yield step

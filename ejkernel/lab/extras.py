@@ -7,7 +7,12 @@ from types import ModuleType
 
 from ejkernel.errors import EjkernelError
 
-_EXTRA_OF = {"torch": "torch", "transformers": "torch"}  # all others are in the extra "lab"
+_EXTRA_OF = {
+    "torch": "torch",
+    "transformers": "torch",
+    "triton": "gpu",
+    "jax_triton": "gpu",
+}  # all others are in the extra "lab"
 
 
 class MissingPackageError(EjkernelError, ImportError):

@@ -6,10 +6,12 @@ Everything that takes time is a generator of rows, so that progress can be shown
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import platform as host
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,12 @@ def kernels(device: Any = None) -> list[dict[str, Any]]:
     rows = []
     for operation in OPERATIONS:
         plain = workloads.checks(operation)[0]
-        # A kernel that takes half precision only is asked for that: the dtype is not what is in question here.
-        found = {dtype: plain.explained(dtype, device).candidates for dtype in ("float32", "bfloat16")}
-        for full, half in zip(found["float32"], found["bfloat16"], strict=True):
-            candidate = full if "float32" in full.implementation.support.dtypes else half
+        full, half = (
+            {c.implementation: c for c in plain.explained(d, device).candidates} for d in ("float32", "bfloat16")
+        )
+        for implementation in full:
+            # A kernel that takes half precision only is asked for that: the dtype is not what is in question here.
+            candidate = (full if "float32" in implementation.support.dtypes else half)[implementation]
             rows.append(
                 {
                     "operation": operation,
@@ -79,6 +83,23 @@ def check_plan(operations: list[str] | None = None, platform: str | None = None)
         for entry in kernel_registry.list_implementations(_kernels_of(operation))
         if entry.support.devices.refusal(device) is None and platform in (None, entry.platform.value)
     ]
+
+
+def run_checks(plan: list[tuple[Workload, str, str]], done: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The rows of a plan; ``done(words)`` is called after each. An accelerator's are compiled side by side."""
+    workers = 1 if describe().kind == "cpu" else min(8, os.cpu_count() or 1)
+
+    def one(job: tuple[Workload, str, str]) -> dict[str, Any]:
+        row = check(*job)
+        done(f"checked {job[0].operation}: {job[0].name}")
+        return row
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            return list(pool.map(one, plan))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def check(workload: Workload, platform: str, dtype: str) -> dict[str, Any]:
@@ -142,11 +163,21 @@ def _with_gradients(f: Callable, arrays: dict[str, Any], wanted: tuple[str, ...]
 
 
 def _exact(workload: Workload, arrays: dict[str, Any]) -> dict[str, Any]:
-    with jax.enable_x64(True):
-        exact = jax.tree.map(
-            lambda x: jnp.asarray(x, "float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays
-        )
-        return jax.tree.map(np.asarray, _with_gradients(workload.reference, exact, workload.differentiable))
+    return _in_float64(lambda exact: _with_gradients(workload.reference, exact, workload.differentiable), arrays)
+
+
+def _in_float64(f: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]) -> Any:
+    """``f`` of the arrays in float64; on the CPU where JAX has it beside an accelerator, for which that takes long to compile."""
+
+    def exact(x: Any) -> np.ndarray:
+        return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
+
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        cpu = None
+    with jax.enable_x64(True), jax.default_device(cpu):
+        return jax.tree.map(np.asarray, f(jax.tree.map(exact, arrays)))
 
 
 # Speed
@@ -281,11 +312,7 @@ def _error_of(workload: Workload, dtype: str, outcome: Any) -> float:
     if workload.last_rows:
         arrays["query"] = arrays["query"][:, -workload.last_rows :]
         outcome = outcome[:, -workload.last_rows :]
-    with jax.enable_x64(True):
-        exact = jax.tree.map(
-            lambda x: jnp.asarray(x, "float64") if jnp.issubdtype(x.dtype, jnp.floating) else x, arrays
-        )
-        expected = jax.tree.map(np.asarray, jax.jit(workload.reference)(exact))
+    expected = _in_float64(jax.jit(workload.reference), arrays)
     return relative_errors({"out": outcome}, {"out": expected})["out"]
 
 
@@ -346,16 +373,14 @@ def collect(quick: bool, progress: Callable[[str, int, int], None] = lambda *_: 
     to_check, to_time = check_plan(), plan(quick)
     total = len(to_check) + len(to_time) + 1
     result: dict[str, Any] = {"machine": machine(), "kernels": kernels(), "checks": [], "timings": []}
-    done = iter(range(total))
-    for job in to_check:
-        progress(f"checking {job[0].operation}", next(done), total)
-        result["checks"].append(check(*job))
+    count = itertools.count(1)
+    progress("checking", 0, total)
+    result["checks"] = run_checks(to_check, lambda words: progress(words, next(count), total))
     for job in to_time:
-        progress(f"timing {job[0]}", next(done), total)
         result["timings"].append(bench(*job, seconds=0.15 if quick else 0.5))
-    progress("measuring the machine's roofs", next(done), total)
+        progress(f"timed {job[0]}: {job[2]}", next(count), total)
     result["roofline"] = roofline(result["timings"])
-    progress("done", total, total)
+    progress("done", next(count), total)
     return result
 
 
