@@ -78,10 +78,12 @@ def draw(rows, title, weights, path):
         ax.set(xlabel="Tokens before", xticks=lengths, xticklabels=lengths)
         ax.grid()
     left.set(title="Latency", ylabel="ms", yscale="log")
+    for which in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
+        which("{x:g}")
     right.set(title="Peak memory beside the weights", ylabel="MB", ylim=(0, None))
     right.legend()
     gain, at = f"×{rows[-1]['gain']:.0f} faster", (lengths[-1], rows[-1]["with_ms"])
-    left.annotate(gain, at, (0, 9), textcoords="offset points", ha="right")
+    left.annotate(gain, at, (0, -18), textcoords="offset points", ha="right")
     figure.suptitle(title)
     figure.savefig(path)
 

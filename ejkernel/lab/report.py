@@ -322,9 +322,6 @@ def _error_of(workload: Workload, dtype: str, outcome: Any) -> float:
 def roofline(timings: list[dict[str, Any]], ceilings: Ceilings | None = None) -> dict[str, Any]:
     """The data sheet's roof, the measured one, and each operation's longest forward as a point under them."""
     dtype = workloads.default_dtype()
-    ceilings = ceilings or measure_ceilings()
-    chip = identify(jax.local_devices()[0].device_kind)
-    peak = chip and chip.flops(dtype)
     points = {}
     for row in timings:
         if row["implementation"] == OURS and row["what"] == FORWARD and row["ms"]:
@@ -335,16 +332,29 @@ def roofline(timings: list[dict[str, Any]], ceilings: Ceilings | None = None) ->
                 "intensity": cost.flops / cost.bytes,
                 "tflops": row["tflops"],
             }
+    roof = _roof(ceilings or measure_ceilings(), dtype)
+    if any(point["tflops"] > 1.02 * _under(roof, point) for point in points.values()):
+        roof = _roof(measure_ceilings(refresh=True), dtype)  # what was kept was measured on a busy machine
+    chip = identify(jax.local_devices()[0].device_kind)
+    peak = chip and chip.flops(dtype)
     return {
         "peak": {"name": chip.slug, "tflops": peak / 1e12, "tb_per_s": chip.memory_bandwidth / 1e12} if peak else None,
-        "ceilings": {
-            "dtype": dtype,
-            "tflops": ceilings.matmul_flops_per_s[dtype] / 1e12,
-            "tb_per_s": ceilings.copy_bytes_per_s / 1e12,
-            "read_tb_per_s": ceilings.read_bytes_per_s / 1e12,
-        },
+        "ceilings": roof,
         "points": list(points.values()),
     }
+
+
+def _roof(ceilings: Ceilings, dtype: str) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "tflops": ceilings.matmul_flops_per_s[dtype] / 1e12,
+        "tb_per_s": ceilings.copy_bytes_per_s / 1e12,
+        "read_tb_per_s": ceilings.read_bytes_per_s / 1e12,
+    }
+
+
+def _under(roof: dict[str, Any], point: dict[str, Any]) -> float:
+    return min(roof["tflops"], point["intensity"] * max(roof["tb_per_s"], roof["read_tb_per_s"]))
 
 
 def lengths(quick: bool) -> dict[str, tuple[int, ...]]:
