@@ -141,6 +141,28 @@ def test_check(run, monkeypatch):
     assert "too far: " in out
 
 
+def test_json_is_json_when_a_kernel_is_wrong_altogether(run, monkeypatch):
+    monkeypatch.setattr(report, "relative_errors", lambda *_: {"out": float("inf")})
+    code, out, _ = run("check", "mean_pooling", "--json")
+    rows = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["checks"]
+    assert code == 1
+    assert {row["error"] for row in rows} == {"inf"}
+
+
+def test_no_command_is_the_help(run):
+    code, out, err = run()
+    assert (code, err) == (2, "")
+    assert "report" in out
+
+
+@pytest.mark.parametrize("arguments", ["info", "info --json"])
+def test_a_reader_that_leaves_is_no_failure(arguments):
+    command = f"set -o pipefail; {sys.executable} -c 'from ejkernel.lab.cli import main; main()' {arguments} | head -1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_bench(run):
     code, out, _ = run("bench", "mean_pooling", "--length", "64", "--seconds", "0.02", "--json")
     assert code == 0
@@ -181,7 +203,7 @@ def _ceilings(**_):
 
 def _quick_bench(operation, length, implementation, what, *, seconds=0):
     return {"operation": operation, "what": what, "length": length, "implementation": implementation, "dtype": "float32",
-            "ms": 1.5, "low_ms": 1.4, "high_ms": 1.7, "compile_ms": 9.0, "tflops": 0.01, "memory_bytes": 1 << 20,
+            "ms": 1.5, "low_ms": 1.4, "high_ms": 1.7, "compile_ms": 9.0, "tflops": 0.001, "memory_bytes": 1 << 20,
             "error": 1e-7, "flags": [], "reason": ""}  # fmt: skip
 
 
@@ -190,14 +212,21 @@ def test_roofline(run, monkeypatch, tmp_path):
     monkeypatch.setattr("ejkernel.lab.ceilings.measure_ceilings", _ceilings)
     monkeypatch.setattr(report, "bench", _quick_bench)
     picture = tmp_path / "new" / "roofline.svg"
-    picture.parent.mkdir()
     code, out, _ = run("roofline", "-o", str(picture))
     assert code == 0
     assert "0.1 TFLOP/s float32" in out
     assert picture.read_text().count("flash_attention") >= 1 or picture.stat().st_size > 5000
-    code, out, err = run("roofline", "-o", str(tmp_path / "roofline.xyz"))
+
+
+@pytest.mark.parametrize(("output", "words"), [("roofline.xyz", "expected a picture's name, ending in .png, .svg, .pdf."),
+                                               ("file/roofline.png", "no file can be written there")])  # fmt: skip
+def test_a_picture_that_cannot_be_is_known_before_any_work(run, monkeypatch, tmp_path, output, words):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("ejkernel.lab.ceilings.measure_ceilings", lambda **_: 1 / 0)
+    code, out, err = run("roofline", "-o", str(tmp_path / output))
     assert (code, out) == (2, "")
-    assert "roofline.xyz" in err
+    assert words in err
 
 
 def test_report(run, monkeypatch, tmp_path):
@@ -207,10 +236,10 @@ def test_report(run, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "measure_ceilings", _ceilings)
     monkeypatch.setattr(report, "bench", _quick_bench)
     monkeypatch.setattr(report, "check", lambda *job: passed)
-    code, out, _ = run("report", "--quick", "-o", str(tmp_path / "page"))
+    code, out, err = run("report", "--quick", "-o", str(tmp_path / "page"))
     assert code == 0
     assert "Against float64" in out
-    assert (tmp_path / "page" / "index.html").as_uri() in out.replace("\n", "")
+    assert (tmp_path / "page" / "index.html").as_uri() in err
     assert {"index.html", "report.json", "latency.png", "memory.svg", "roofline.png"} <= set(
         os.listdir(tmp_path / "page")
     )
@@ -238,17 +267,32 @@ def test_interrupted(run, monkeypatch):
     assert run("info") == (130, "", "ejkernel: interrupted\n")
 
 
-SLOW = """
+SLOW = {
+    "bench": """
 import sys, time
 from ejkernel.lab import cli, report
 report.bench = lambda *job, **options: (print("timing", flush=True), time.sleep(60))
 sys.argv = ["ejkernel", "bench", "flash_attention"]
 cli.main()
-"""
+""",
+    # In the thread that measures, while another compiles.
+    "tune": """
+import sys
+from ejkernel.lab import cli
+from ejkernel.ops.config import autotune
+build = autotune._work
+autotune._work = lambda *a, **k: (print("timing", flush=True), build(*a, **k))[1]
+sys.argv = ["ejkernel", "tune", "flash_attention", "--length", "512"]
+cli.main()
+""",
+}
 
 
-def test_a_signal_ends_it_cleanly():
-    process = subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("command", SLOW)
+def test_a_signal_ends_it_cleanly(command):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW[command]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "timing\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

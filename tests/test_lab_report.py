@@ -157,7 +157,13 @@ def test_roofline_points(monkeypatch):
     found = report.roofline([row, longer, {**row, "implementation": "jax.nn"}, {**row, "what": report.BOTH}], ceilings)
     cost = workloads.timed("flash_attention", 512, False).cost("float32")
     assert found["points"] == [{"name": "flash_attention, 512", "intensity": cost.flops / cost.bytes, "tflops": 0.06}]
-    assert found["ceilings"] == {"dtype": "float32", "tflops": 0.1, "tb_per_s": 0.02, "read_tb_per_s": 0.03}
+    assert found["ceilings"] == {
+        "dtype": "float32",
+        "tflops": 0.1,
+        "tb_per_s": 0.03,
+        "copy_tb_per_s": 0.02,
+        "read_tb_per_s": 0.03,
+    }
     assert found["peak"] is None
     # A point above the roof: that was measured on a busy machine, and is measured again.
     better = Ceilings("cpu", "f", 2e10, 3e10, {"float32": 2e11})

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import ejkernel
 from ejkernel import InvalidInputError, Platform, kernel_registry
 from ejkernel.lab import workloads
+from ejkernel.lab.extras import need
 from ejkernel.ops.config import chain
 from ejkernel.ops.core.device import describe
 
+PICTURES = (".png", ".svg", ".pdf")
 _ARRAY = re.compile(r"^(?P<dtype>[a-z]+[0-9a-z_]*)\[(?P<shape>[0-9, ]*)\]$")
 
 
@@ -56,6 +58,17 @@ def can_write(path: str | os.PathLike) -> None:
         ) from error
 
 
+def can_draw(path: str | os.PathLike) -> None:
+    """The same for a picture, and the folder that it is in is made."""
+    need("matplotlib", "a picture")
+    if Path(path).suffix.lower() not in PICTURES:
+        raise InvalidInputError(
+            f"--output is {os.fspath(path)!r}; expected a picture's name, ending in {', '.join(PICTURES)}."
+        )
+    can_write(path)
+    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+
+
 def explain(
     operation: str,
     shapes: list[str],
@@ -72,7 +85,9 @@ def explain(
     if operation == "blocksparse_attention":
         arrays["sparsity_mask"] = plain.arrays["sparsity_mask"]
     first = next(iter(arrays))
-    parameters = inspect.signature(getattr(ejkernel, operation)).parameters
+    parameters = [
+        n for n in inspect.signature(getattr(ejkernel, operation)).parameters if n not in ("platform", "backend")
+    ]
     statics = dict(plain.options)
     given = [_named(text, "--shape", first) for text in shapes]
     for name, text in sorted(given, key=lambda pair: pair[0] != first):
@@ -83,7 +98,7 @@ def explain(
             )
         _reshape(arrays, name, _sizes(text, f"--shape {name}"))
     for name, text in (_named(text, "--set", None) for text in options):
-        if name not in parameters or name in ("platform", "backend"):
+        if name not in parameters:
             raise InvalidInputError(
                 f"--set names {name!r}; expected an argument of {operation}: {', '.join(parameters)}."
             )
@@ -140,7 +155,6 @@ def tune(operation: str, length: int, backward: bool) -> list[dict[str, Any]]:
 
 def draw_roofline(found: dict[str, Any], path: str) -> None:
     """A picture of measured points under the roofs."""
-    from ejkernel.lab.extras import need
     from ejkernel.lab.visualization import plot_roofline
 
     roof, peak = found["ceilings"], found["peak"]

@@ -30,13 +30,12 @@ def main() -> None:
         code = INTERRUPTED
     except typer.Exit as error:
         code = error.exit_code
-    except BrokenPipeError:  # the reader of a pipe, such as head, has gone: nothing to say, and nobody to say it to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except Exception as error:
         if debug:
             raise
-        if hasattr(error, "format_message"):  # a mistake in the arguments
+        if hasattr(error, "format_message"):  # a mistake in the arguments; without words, the help was shown
+            if not error.format_message():
+                sys.exit(WRONG)
             context = getattr(error, "ctx", None)
             usage = f" (see: {context.command_path} --help)" if context else ""
             _stop(f"{error.format_message()}{usage}", WRONG)
@@ -56,9 +55,9 @@ def _stop(words: str, code: int) -> None:
 
 def _app() -> Any:
     import typer
-    from rich.console import Console
 
     from ejkernel.lab import tables
+    from ejkernel.lab.page import finite
 
     app = typer.Typer(
         no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
@@ -67,10 +66,13 @@ def _app() -> Any:
     Operations = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operations; default: all.")]
 
     def show(result: Any, as_json: bool, draw: Any) -> None:
-        if as_json:
-            print(json.dumps(result, indent=1))
-        else:
-            draw(Console(), result)
+        try:
+            if as_json:
+                print(json.dumps(finite(result), indent=1, allow_nan=False), flush=True)
+            else:
+                tables.to_terminal(draw, result)
+        except BrokenPipeError:  # whoever read it, such as head, has gone: that is no failure
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     @app.callback()
     def root(
@@ -217,7 +219,7 @@ def _app() -> Any:
         from ejkernel.lab import asked, report
         from ejkernel.lab.ceilings import measure_ceilings
 
-        asked.can_write(output)
+        asked.can_draw(output)
         plan = [job for job in report.plan(True) if job[2] == report.OURS and job[3] == report.FORWARD]
         with _progress(len(plan) + 1) as step:
             ceilings = step("the machine's roofs", measure_ceilings, refresh=refresh)
@@ -245,12 +247,12 @@ def _app() -> Any:
         from ejkernel.lab import asked, page
         from ejkernel.lab import report as lab
 
-        asked.can_write(os.path.join(output, "index.html"))
+        asked.can_draw(os.path.join(output, "roofline.png"))
         with _progress(1) as step:
             result = lab.collect(quick, step.at)
         path = page.write(result, output)
         show(result, as_json, tables.report)
-        print(f"\nThe page: {path.resolve().as_uri()}", file=sys.stderr if as_json else sys.stdout)
+        print(f"The page: {path.resolve().as_uri()}", file=sys.stderr)
         if not all(row["passed"] or row["refused"] for row in result["checks"]):
             raise typer.Exit(FAILED)
 

@@ -132,18 +132,18 @@ def _render(result: Mapping[str, Any], text: str) -> str:
 
 def _json(result: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(_finite(result), indent=1, allow_nan=False)
+        return json.dumps(finite(result), indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"result: expected what JSON can hold, got something else: {error}") from error
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: their names stand for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _in_script(text: str) -> str:

@@ -5,10 +5,13 @@ Everything that takes time is a generator of rows, so that progress can be shown
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib.metadata
 import itertools
 import os
 import platform as host
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +32,7 @@ from ejkernel.lab.timing import measure
 from ejkernel.lab.workloads import BOUNDS, OPERATIONS, Workload
 from ejkernel.ops.core.device import describe
 
+Prepared = tuple[Callable, tuple, Any, int | None, float | None]
 FORWARD, BOTH = "forward", "forward + backward"
 OURS = "ejkernel"
 
@@ -46,6 +50,8 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "ejkernel": ejkernel.__version__,
+        "versions": {"ejkernel": ejkernel.__version__, "python": host.python_version(), **_versions()},
+        "runtime": str(device.client.platform_version).splitlines()[0],
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -222,8 +228,7 @@ def bench(operation: str, length: int, implementation: str, what: str, *, second
         "reason": "",
     }
     try:
-        run, args, outcome, memory = _prepared(workload, implementation, what, dtype)
-        row["memory_bytes"] = memory
+        run, args, outcome, memory, row["compile_ms"] = _prepared(workload, implementation, what, dtype)
         if what == FORWARD:
             row["error"] = _error_of(workload, dtype, outcome)
         timed = measure(run, *args, min_seconds=seconds / 3, max_seconds=seconds * 3)
@@ -238,7 +243,7 @@ def bench(operation: str, length: int, implementation: str, what: str, *, second
         "ms": timed.median_ms,
         "low_ms": timed.p10_ms,
         "high_ms": timed.p90_ms,
-        "compile_ms": timed.compile_ms,
+        "memory_bytes": timed.peak_memory_bytes if memory is None else memory,
         "tflops": flops / timed.median_ms / 1e9,
         "flags": list(timed.flags),
     }
@@ -247,7 +252,7 @@ def bench(operation: str, length: int, implementation: str, what: str, *, second
 def _prepared(
     workload: Workload, implementation: str, what: str, dtype: str
 ) -> tuple[Callable, tuple, Any, int | None]:
-    """What to time, its arguments, its first result and, where the compiler says so, the memory that it needs."""
+    """What to time, its arguments, its first result, the memory that its compiler says it needs, and how long that took."""
     framework = "jax"
     if implementation.startswith(OURS):
         f = workload.function(implementation.removeprefix(OURS).strip() or None)
@@ -273,13 +278,15 @@ def _prepared(
     jitted = jax.jit(run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a peer's own affair
+        start = time.perf_counter()
         memory = jitted.lower(*args).compile().memory_analysis()
+        compile_ms = (time.perf_counter() - start) * 1e3
         outcome = jitted(*args)
     needed = memory.temp_size_in_bytes + memory.output_size_in_bytes if memory else None
-    return jitted, args, outcome, needed
+    return jitted, args, outcome, needed, compile_ms
 
 
-def _prepared_torch(f: Callable, workload: Workload, what: str, dtype: str) -> tuple[Callable, tuple, Any, int | None]:
+def _prepared_torch(f: Callable, workload: Workload, what: str, dtype: str) -> Prepared:
     import torch
 
     arrays = peers.as_torch(workload.arrays, dtype)
@@ -303,7 +310,7 @@ def _prepared_torch(f: Callable, workload: Workload, what: str, dtype: str) -> t
         torch.cuda.reset_peak_memory_stats()
         run(arrays)
         memory = torch.cuda.max_memory_allocated() - before
-    return run, (arrays,), outcome, memory
+    return run, (arrays,), outcome, memory, None
 
 
 def _error_of(workload: Workload, dtype: str, outcome: Any) -> float:
@@ -348,13 +355,14 @@ def _roof(ceilings: Ceilings, dtype: str) -> dict[str, Any]:
     return {
         "dtype": dtype,
         "tflops": ceilings.matmul_flops_per_s[dtype] / 1e12,
-        "tb_per_s": ceilings.copy_bytes_per_s / 1e12,
+        "tb_per_s": max(ceilings.copy_bytes_per_s, ceilings.read_bytes_per_s) / 1e12,
+        "copy_tb_per_s": ceilings.copy_bytes_per_s / 1e12,
         "read_tb_per_s": ceilings.read_bytes_per_s / 1e12,
     }
 
 
 def _under(roof: dict[str, Any], point: dict[str, Any]) -> float:
-    return min(roof["tflops"], point["intensity"] * max(roof["tb_per_s"], roof["read_tb_per_s"]))
+    return min(roof["tflops"], point["intensity"] * roof["tb_per_s"])
 
 
 def lengths(quick: bool) -> dict[str, tuple[int, ...]]:
@@ -397,6 +405,15 @@ def collect(quick: bool, progress: Callable[[str, int, int], None] = lambda *_: 
 def _kernels_of(operation: str) -> str:
     """The algorithm whose kernels an operation runs on."""
     return "flash_attention" if operation == "ring_attention" else operation
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that decide what runs, as far as they are installed."""
+    found = {}
+    for name in ("jax", "jaxlib", "numpy", "triton", "jax-triton", "nvidia-cudnn-cu13", "libtpu", "torch", "tokamax"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _processor() -> str:

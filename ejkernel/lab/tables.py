@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+
+def to_terminal(draw: Any, result: dict[str, Any]) -> None:
+    """Draw with a console whose reader may go away: that is a BrokenPipeError, as everywhere, and not an exit."""
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    draw(Terminal(), result)
+    sys.stdout.flush()
+
+
+def text(console: Any, words: str) -> None:
+    """Words as they are."""
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def info(console: Any, result: dict[str, Any]) -> None:
@@ -72,8 +90,8 @@ def _table(console: Any, title: str, columns: list[str], rows: list[list[str]]) 
 
 def _machine(console: Any, machine: dict[str, Any]) -> None:
     words = f"{machine['device']} × {machine['devices']} · {machine['processor']}, {machine['cores']} cores"
-    versions = " · ".join(f"{name} {machine[name]}" for name in ("ejkernel", "jax", "jaxlib", "python"))
-    console.print(f"{words}\n{versions} · fingerprint {machine['fingerprint']}", markup=False, highlight=False)
+    versions = " · ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    console.print(f"{words}\n{versions}\nfingerprint {machine['fingerprint']}", markup=False, highlight=False)
 
 
 def _kernels(console: Any, rows: list[dict[str, Any]]) -> None:
@@ -148,7 +166,7 @@ def _beside(row: dict[str, Any], own: float | None) -> str:
 def _roofline(console: Any, found: dict[str, Any]) -> None:
     roof = found["ceilings"]
     console.print(
-        f"Measured roofs: {roof['tflops']:.3g} TFLOP/s {roof['dtype']}, {roof['tb_per_s']:.3g} TB/s copied, "
+        f"Measured roofs: {roof['tflops']:.3g} TFLOP/s {roof['dtype']}, {roof['copy_tb_per_s']:.3g} TB/s copied, "
         f"{roof['read_tb_per_s']:.3g} TB/s read",
         markup=False,
     )

@@ -73,22 +73,17 @@ def measure(
         raise InvalidInputError(
             f"autotune cannot measure for {device}: no such device is here. Leave the block of ejkernel.target, or tune there."
         )
-    results: dict[Implementation, chain.Record] = {}
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.update(_measure_here(call, device, here, entries, direction))
-        except BaseException as error:
-            failures.append(error)
-
+    stopped = threading.Event()
     # A thread of its own: the caller may be in the middle of a trace, and that is a state of its thread.
-    thread = threading.Thread(target=work, name="ejkernel-autotune")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results
+    with ThreadPoolExecutor(1, "ejkernel-autotune") as pool:
+        measuring = pool.submit(_measure_here, call, device, here, entries, direction, stopped)
+        try:
+            return measuring.result()
+        except (
+            BaseException
+        ):  # Ctrl-C, say: the worker is waited for, so that no process ends in the middle of a compilation
+            stopped.set()
+            raise
 
 
 def _device(device: DeviceInfo) -> jax.Device | None:
@@ -100,12 +95,12 @@ def _device(device: DeviceInfo) -> jax.Device | None:
     return next((d for d in there if replace(describe(d), shared_by=device.shared_by) == device), None)
 
 
-def _measure_here(call, device, here, entries, direction) -> dict[Implementation, chain.Record]:
+def _measure_here(call, device, here, entries, direction, stopped) -> dict[Implementation, chain.Record]:
     candidates = [(entry, params) for entry in entries for params in _candidates(call, device, entry, direction)]
     best: dict[Implementation, chain.Record] = {}
     with (
         jax.default_device(here),
-        _Progress(f"tuning {call.operation}, {direction}", (1 + PASSES) * len(candidates)) as progress,
+        _Progress(f"tuning {call.operation}, {direction}", (1 + PASSES) * len(candidates), stopped) as progress,
     ):
         arrays = kernel_registry.operation(call.algorithm).sample(call.shapes)
         compiled = _compile_all(call, device, here, candidates, arrays, direction, progress)
@@ -152,9 +147,13 @@ def _compile_all(call, device, here, candidates, arrays, direction, progress) ->
     workers = max(1, min(COMPILERS, os.cpu_count() or 1, len(candidates)))
     built = []
     with ThreadPoolExecutor(workers, "ejkernel-compile") as pool:
-        for (entry, params), run in zip(candidates, pool.map(build, candidates), strict=True):
-            progress.step(f"compiling {entry} {_words(params)}")
-            built.append(run)
+        try:
+            for (entry, params), run in zip(candidates, pool.map(build, candidates), strict=True):
+                progress.step(f"compiling {entry} {_words(params)}")
+                built.append(run)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return built
 
 
@@ -224,19 +223,25 @@ def _words(params: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in params.to_dict().items()) or "no parameters"
 
 
+class _Stopped(Exception):
+    """Whoever asked for the measurement no longer waits for it."""
+
+
 class _Progress:
     """A bar on standard error if that is a terminal, else nothing: tuning must not litter logs."""
 
     WIDTH = 24
 
-    def __init__(self, title: str, total: int):
-        self.title, self.total, self.done = title, total, 0
+    def __init__(self, title: str, total: int, stopped: threading.Event):
+        self.title, self.total, self.done, self.stopped = title, total, 0, stopped
         self.visible = sys.stderr.isatty()
 
     def __enter__(self) -> _Progress:
         return self
 
     def step(self, what: str) -> None:
+        if self.stopped.is_set():
+            raise _Stopped
         if self.visible:
             filled = self.WIDTH * self.done // max(1, self.total)
             bar = "█" * filled + "░" * (self.WIDTH - filled)
