@@ -1,5 +1,6 @@
 """The lab's benchmark helpers: calls, waiting, time, memory and the categories of kernels."""
 
+import collections
 import gzip
 import inspect
 import json
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import types
 import unittest.mock
-from enum import Enum
+from enum import Enum, IntEnum
 
 import jax
 import jax.numpy as jnp
@@ -455,6 +456,9 @@ NAMES = {
         "void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1, true, false, true>(int, int)",
         "ampere_scudnn_128x64_relu_medium_nn_v1",
         "gemm_tiled_kernel",
+        "cudnn::cnn::conv2d_grouped_direct_kernel",
+        "void cudnn::cnn::conv2d_grouped_direct_kernel<false, true, false, false, 0, 0, int, float, float>(Params)",
+        "loop_dot_fusion",
     ],
     "elementwise": [
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>>(int)",
@@ -467,7 +471,7 @@ NAMES = {
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float>>",
         "void at::native::vectorized_elementwise_kernel<4, my::softmax_epilogue, std::array<char*, 1ul>>(int)",
         "triton_poi_fused_add_gelu_mul_3",
-        "triton_poi_fused__softmax_layer_norm_4",
+        "triton_poi_fused_native_layer_norm_4",
         "triton_poi_fused__scaled_dot_product_flash_attention_1",
         "loop_add_fusion",
         "loop_multiply_select_fusion_3",
@@ -476,6 +480,20 @@ NAMES = {
         "wrapped_add",
         "wrapped_convert_1",
         "loop_reduce_precision_fusion",
+        "fusion",
+        "fusion_12",
+        "fusion.3",
+        "add_fusion",
+        "add_fusion.3",
+        "reduce_precision_fusion",
+        "add_kernel",
+        "relu_kernel",
+        "gelu_kernel",
+        "silu_and_mul_kernel",
+        "fused_dropout_kernel_vec",
+        "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(Info)",
+        "void vllm::act_and_mul_kernel<c10::BFloat16, &vllm::silu_kernel<c10::BFloat16>, true>(c10::BFloat16*)",
+        "_swiglu_forward_kernel",
     ],
     "softmax": [
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int)",
@@ -483,6 +501,8 @@ NAMES = {
         "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<4, float, float, float, Epilogue>(float*)",
         "void (anonymous namespace)::softmax_warp_backward<float, float, float, 5, false, false>(float*)",
         "triton_per_fused__softmax_add_2",
+        "triton_poi_fused__softmax_3",
+        "triton_poi_fused__softmax_layer_norm_4",
         "triton_red_fused__log_softmax_7",
         "triton_softmax_computation_3",
         "triton_softmax_1_0",
@@ -508,6 +528,12 @@ NAMES = {
         "MemcpyD2D",
         "MemcpyH2D",
         "Memset",
+        "[CUDA memcpy HtoD]",
+        "[CUDA memset]",
+        "CUDA memcpy DtoD",
+        "[CUDA Unified Memory memcpy HtoD]",
+        "copy_fusion",
+        "copy_fusion.2",
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig<OpaqueType<2u>, unsigned int, 4>(Type*)",
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::OpaqueType<4u>>(T*)",
         "void cudnn::ops::nchwToNhwcKernel<float, float, float, false, true, 0>(Params)",
@@ -536,7 +562,12 @@ NAMES = {
         "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(Info)",
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "void at::native::split_kernel<float>(float*)",
-        "fusion_12",
+        "loop_gather_fusion",
+        "gather_fusion",
+        "add_reduce_fusion_1",
+        "index_add_kernel",
+        "void cudnn::ops::convertTensor_kernel<float, float, float, (cudnnKernelDataType_t)2>(float)",
+        "triton_red_fused_convolution_native_batch_norm_3",
         "",
     ],
 }
@@ -560,6 +591,55 @@ def test_names_are_counted():
         "memory": 1,
         "total": 1,
     }
+
+
+ON_HOST = [
+    *("aten::mm", "aten::_softmax", "cudaLaunchKernel", "cudaMemcpyAsync", "cudaDeviceSynchronize", "cuLaunchKernelEx"),
+    *(
+        "cuLaunchKernel",
+        "Lazy Function Loading",
+        "AddmmBackward0",
+        "torch::autograd::AccumulateGrad",
+        "hipLaunchKernel",
+    ),
+    *("autograd::engine::evaluate_function: MmBackward0", "cudaStreamIsCapturing", "nn.Module: Linear_0"),
+]
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_what_runs_on_the_host_is_no_kernel(name):
+    nothing = dict.fromkeys(KEYS, 0)
+    assert count_cuda_kernels([name]) == nothing
+    assert count_cuda_kernels({name: 3}) == nothing
+    assert count_cuda_kernels([types.SimpleNamespace(key=name, count=3)]) == nothing
+    assert count_cuda_kernels([types.SimpleNamespace(key=name, device_type=None)]) == nothing
+    # A device says more than a name.
+    assert count_cuda_kernels([event(name)])["total"] == 1
+
+
+def test_kernels_that_sound_like_the_host_are_counted():
+    kernels = ["cuApplyLayerNorm", "cunn_SoftMaxForward", "cutlass_80_tensorop", "cudnn::cnn::conv2d_kernel", "hip_add"]
+    assert count_cuda_kernels(kernels)["total"] == len(kernels)
+
+
+def test_names_may_come_with_counts():
+    expected = dict.fromkeys(KEYS, 0) | {"gemm": 3, "memory": 2, "total": 5}
+    assert count_cuda_kernels({"ampere_sgemm": 3, "Memset (Device)": np.int64(2), "relu_kernel": 0}) == expected
+    names = ["ampere_sgemm"] * 3 + ["[CUDA memset]"] * 2
+    assert count_cuda_kernels(collections.Counter(names)) == expected
+    assert count_cuda_kernels({}) == dict.fromkeys(KEYS, 0)
+
+
+@pytest.mark.parametrize(
+    "prof",
+    [
+        *({"ampere_sgemm": 1.5}, {"ampere_sgemm": -1}, {"ampere_sgemm": "3"}, {"ampere_sgemm": True}),
+        *({"ampere_sgemm": [1, 2]}, {3: 4}, {"traceEvents": None}, {"traceEvents": {}}, {"traceEvents": ["a"]}),
+    ],
+)
+def test_other_mappings_are_refused(prof):
+    with pytest.raises(InvalidInputError, match=r"^prof"):
+        count_cuda_kernels(prof)
 
 
 class DeviceType(Enum):
@@ -603,6 +683,39 @@ def test_a_torch_profilers_events_are_counted():
     assert count_cuda_kernels(mock)["gemm"] == 3
 
 
+@pytest.mark.parametrize(
+    ("device", "counted"),
+    [
+        *(("cuda", True), ("cuda:0", True), ("CUDA", True), ("DeviceType.CUDA", True), (1, True)),
+        *((types.SimpleNamespace(type="cuda", index=0), True), (IntEnum("Device", {"CUDA": 1}).CUDA, True)),
+        *(("cpu", False), ("cpu:0", False), ("DeviceType.CPU", False), (0, False), (2, False), ("mps", False)),
+        *((types.SimpleNamespace(type="cpu"), False), (DeviceType.CPU, False), (unittest.mock.Mock(), True)),
+    ],
+)
+def test_devices_are_known_in_every_form(device, counted):
+    assert count_cuda_kernels([event("nvjet_tst", device)])["gemm"] == counted
+
+
+def test_torchs_own_devices_are_known():
+    torch = pytest.importorskip("torch")
+    assert count_cuda_kernels([event("nvjet_tst", torch.device("cuda", 0))])["gemm"] == 1
+    assert count_cuda_kernels([event("nvjet_tst", torch.device("cpu"))])["total"] == 0
+
+
+def test_counts_and_events_of_other_kinds():
+    mock = unittest.mock.Mock
+    assert count_cuda_kernels([mock(key="nvjet_tst", device_type=DeviceType.CUDA)])["gemm"] == 1
+    assert count_cuda_kernels([mock(key="nvjet_tst", count=3)])["gemm"] == 3
+    assert count_cuda_kernels([types.SimpleNamespace(key="nvjet_tst", count=np.int64(3))])["gemm"] == 3
+    averages = [types.SimpleNamespace(key="nvjet_tst", count=2, device_type=DeviceType.CUDA)]
+    assert count_cuda_kernels(mock(key_averages=lambda: averages))["gemm"] == 2
+    assert count_cuda_kernels(types.SimpleNamespace(events=EVENTS))["total"] == 4
+    assert count_cuda_kernels(types.SimpleNamespace(events=[], key_averages=averages))["gemm"] == 2
+    assert count_cuda_kernels(types.SimpleNamespace(events=lambda: []))["total"] == 0
+    with pytest.raises(InvalidInputError, match="prof is <Mock"):
+        count_cuda_kernels(mock())
+
+
 def test_a_real_torch_profile_of_the_cpu_has_no_kernels():
     torch = pytest.importorskip("torch")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
@@ -618,6 +731,27 @@ def test_a_torch_profiler_that_has_not_run_is_refused():
     torch = pytest.importorskip("torch")
     with pytest.raises(InvalidInputError, match="prof has not run"):
         count_cuda_kernels(torch.profiler.profile())
+    with pytest.raises(InvalidInputError, match="prof has not run"):
+        count_cuda_kernels(torch.autograd.profiler.profile())
+
+
+def test_a_torch_profiler_that_still_runs_is_refused():
+    torch = pytest.importorskip("torch")
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    for profiler in (torch.profiler.profile(activities=cpu), torch.autograd.profiler.profile()):
+        with profiler as prof:
+            torch.ones(2) + 1
+            with pytest.raises(InvalidInputError, match="still running: count after its with block"):
+                count_cuda_kernels(prof)
+        assert count_cuda_kernels(prof) == dict.fromkeys(KEYS, 0)
+    counted = []
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(
+        activities=cpu, schedule=schedule, on_trace_ready=lambda prof: counted.append(count_cuda_kernels(prof))
+    ) as prof:
+        for _ in range(2):
+            prof.step()
+    assert counted == [dict.fromkeys(KEYS, 0)]  # a window that has ended can be counted
 
 
 @pytest.mark.parametrize("prof", [None, 3, object(), [3]])
@@ -673,6 +807,51 @@ def test_a_jax_traces_folder_and_files_are_counted(tmp_path):
     plain = tmp_path / "x.json"
     plain.write_text(json.dumps(TRACE))
     assert count_cuda_kernels(plain) == TRACE_COUNTS
+
+
+TORCH_TRACE = {
+    "schemaVersion": 1,
+    "traceEvents": [
+        meta(0, 0, "process_name", "python"),
+        {"ph": "M", "pid": 0, "tid": 0, "name": "process_labels", "args": {"labels": "GPU 0"}},
+        *(
+            {**ran(0, 7, name), "cat": cat}
+            for cat, name in (
+                ("kernel", "ampere_sgemm_128x64_tn"),
+                ("kernel", "void at::native::vectorized_elementwise_kernel<4, Relu>(int)"),
+                ("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)"),
+                ("gpu_memset", "Memset (Device)"),
+                ("cpu_op", "aten::mm"),
+                ("cuda_runtime", "cudaLaunchKernel"),
+                ("gpu_user_annotation", "my region"),
+                ("cuda_sync", "Stream Sync"),
+            )
+        ),
+        {"ph": "f", "pid": 0, "tid": 7, "cat": "ac2g", "name": "ac2g"},
+    ],
+}
+TORCH_COUNTS = dict(gemm=1, elementwise=1, softmax=0, layernorm=0, memory=2, other=0, total=4)
+
+
+def test_a_trace_that_torch_exported_is_counted(tmp_path):
+    plain, packed = tmp_path / "trace.json", tmp_path / "x.json.gz"
+    plain.write_text(json.dumps(TORCH_TRACE))
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for prof in (plain, str(plain), packed, TORCH_TRACE):
+        assert count_cuda_kernels(prof) == TORCH_COUNTS
+
+
+def test_a_real_trace_that_torch_exported_has_no_kernels_of_a_cpu(tmp_path):
+    torch = pytest.importorskip("torch")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    prof.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert "aten::mm" in (tmp_path / "trace.json").read_text()
+    assert count_cuda_kernels(tmp_path / "trace.json") == dict.fromkeys(KEYS, 0)
+
+
+def test_a_loaded_trace_is_counted():
+    assert count_cuda_kernels({"traceEvents": TRACE}) == TRACE_COUNTS
 
 
 def test_the_latest_run_of_every_host_is_counted(tmp_path):

@@ -138,6 +138,14 @@ def test_dtypes_of_ridge_points(dtype, short):
     assert get_ridge_point("A100", dtype) == get_ridge_point("A100", short)
 
 
+def test_torch_dtypes_of_ridge_points():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    assert get_ridge_point("A100", torch.float16) == get_ridge_point("A100", torch.bfloat16) == 156.0
+    assert get_ridge_point("A100", torch.float32) == 9.75
+    with pytest.raises(InvalidInputError, match=r"^dtype is torch.float64; pass one of fp16 \(float16\), bf16"):
+        get_ridge_point("A100", torch.float64)
+
+
 @pytest.mark.parametrize("name", ["V100", "a100", "", 4090, None, ["A100"]])
 def test_an_unknown_gpu(name):
     with pytest.raises(InvalidInputError) as error:

@@ -1,9 +1,12 @@
 """The lab's Gemma 3: prefill, decode with a cache, decode without one and the forward over all tokens agree."""
 
+import gc
 import inspect
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
 try:
@@ -60,9 +63,20 @@ def test_without_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(extras.MissingPackageError, match=r"needs torch: pip install 'ejkernel\[torch\]'"):
         create_prefill_inputs(1, 2, 3, None, "cpu")
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))  # which imports without torch
+    for call in (
+        lambda: initialize_kv_cache(None, 4),
+        lambda: prefill_forward(*[None] * 5),
+        lambda: decode_forward(*[None] * 8),
+        lambda: multi_layer_prefill_forward(1, *[None] * 5),
+        lambda: multi_layer_decode_forward(1, *[None] * 8),
+    ):
+        with pytest.raises(extras.MissingPackageError, match=r"^\w+ needs torch: pip install 'ejkernel\[torch\]'$"):
+            call()
 
 
 def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(extras.MissingPackageError, match=r"needs transformers: pip install 'ejkernel\[torch\]'"):
         initialize_kv_cache(None, 4)
@@ -209,6 +223,10 @@ def test_bad_position_embeddings(net):
         get_position_embeddings(states(3), positions, net.rotary_emb, "global")
     with pytest.raises(InvalidInputError, match=r"position_ids has the shape \(3,\)"):
         get_position_embeddings(states(3), positions[0], net.rotary_emb, "full_attention")
+    with pytest.raises(InvalidInputError, match="position_ids is None; expected a torch tensor"):
+        get_position_embeddings(states(3), None, net.rotary_emb, "full_attention")
+    with pytest.raises(InvalidInputError, match="hidden_states is None; expected a torch tensor"):
+        get_position_embeddings(None, positions, net.rotary_emb, "full_attention")
     with pytest.raises(InvalidInputError, match="rotary_emb is None; expected a Gemma3RotaryEmbedding"):
         get_position_embeddings(states(3), positions, None, "full_attention")
 
@@ -372,6 +390,152 @@ def test_bfloat16(net, index):
     torch.testing.assert_close(torch.cat(outputs, 1).double(), by_hand(net, index, states(12)), rtol=0.05, atol=0.1)
 
 
+# --- what a call costs --------------------------------------------------------------------------------------
+
+
+def operations(run):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return {event.key.removeprefix("aten::"): event.count for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("index", TYPES)
+def test_decoding_reads_nothing_from_the_device(net, index):
+    """On an accelerator each of these would wait for it, and the counts of the cache layers would be a kernel each."""
+    tokens, cache = states(7), cache_of(net)
+    prefill(net, index, tokens[:, :5], cache, LAYERS)
+    setting = []
+    for at in (5, 6, 6):
+        counts = operations(lambda at=at: decode(net, index, tokens[:, at : at + 1], at, cache, LAYERS))
+        assert {"_local_scalar_dense", "item", "is_nonzero"}.isdisjoint(counts)
+        setting.append(counts.get("_foreach_copy_", 0))
+    in_tensors = isinstance(getattr(cache.layers[0], "cumulative_length", None), torch.Tensor)
+    assert setting == ([0, 0, 1] if in_tensors else [0, 0, 0])
+
+
+@needs_torch
+def test_notes_are_of_one_tensor_as_it_is():
+    tensor = torch.arange(3)
+    model._notes(tensor)["first"] = 0
+    assert model._notes(tensor) == {"first": 0}
+    assert model._notes(tensor.clone()) == {}
+    key, before = id(tensor), len(model._noted)
+    assert key in model._noted
+    tensor += 1
+    assert model._notes(tensor) == {}
+    assert len(model._noted) == before
+    del tensor
+    gc.collect()
+    assert key not in model._noted
+    with torch.inference_mode():
+        untold = torch.arange(3)
+    model._notes(untold)["first"] = 0
+    assert model._notes(untold) == {}
+
+
+@needs_torch
+def test_positions_on_an_accelerator_are_read_once(monkeypatch):
+    class Far(torch.Tensor):
+        device = torch.device("cuda")
+
+    reads = []
+    monkeypatch.setattr(model, "_read_first", lambda torch, positions: reads.append(1) or positions.tolist()[0][0])
+    positions = torch.tensor([[4]]).as_subclass(Far)
+    assert [model._first_of_consecutive(torch, "position_ids", positions) for _ in range(3)] == [4, 4, 4]
+    assert len(reads) == 1
+    positions += 1
+    assert model._first_of_consecutive(torch, "position_ids", positions) == 5
+    assert len(reads) == 2
+
+
+def test_a_mask_is_made_once_for_all_layers_of_a_step(net, monkeypatch):
+    made, new_mask = [], model._new_mask
+    monkeypatch.setattr(model, "_new_mask", lambda *args: made.append(1) or new_mask(*args))
+    tokens, cache, positions = states(6), cache_of(net), torch.tensor([[5]])
+    by_type = {TYPES[index]: embeddings(net, tokens, positions, index) for index in TYPES}
+    first = torch.arange(5)[None]
+    for layer in net.layers:
+        prefill_forward(
+            layer, tokens[:, :5], first, {TYPES[i]: embeddings(net, tokens, first, i) for i in TYPES}, cache
+        )
+    made.clear()
+    for _ in range(2):
+        for layer in net.layers:
+            decode_forward(layer, tokens[:, 5:], positions, by_type, True, cache, 5, None)
+    assert len(made) == 2  # one for either type of layer
+    monkeypatch.setattr(model, "_KEPT_MASK", 7)
+    fresh = torch.tensor([[5]])
+    for _ in range(2):
+        decode_forward(net.layers[SLIDING], tokens[:, 5:], fresh, by_type, True, cache, 5, None)
+    assert len(made) == 4  # too large to keep
+
+
+@pytest.mark.parametrize("index", TYPES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_positions_that_are_changed_in_place(net, index, shared):
+    """The same tensors in each step, advanced by torch or, in the memory that they share, by numpy."""
+    tokens, cache = states(14), cache_of(net)
+    expected = by_hand(net, index, tokens)
+    prefill(net, index, tokens[:, :5], cache)
+    ids, slots = np.array([[5]]), np.array([5])
+    positions, cache_positions = torch.from_numpy(ids), torch.from_numpy(slots)
+    for at in range(5, 14):
+        token = tokens[:, at : at + 1]
+        rest = token, positions, embeddings(net, token, positions, index), True, cache, cache_positions, None
+        close(decode_forward(net.layers[index], *rest), expected[:, at : at + 1])
+        for array in (ids, slots) if shared else (positions, cache_positions):
+            array += 1
+
+
+@pytest.mark.parametrize("index", TYPES)
+def test_a_cache_that_others_write_to(net, index):
+    tokens, cache = states(7), cache_of(net)
+    expected = by_hand(net, index, tokens)
+    prefill(net, index, tokens[:, :5], cache)
+    cache.reset()
+    with pytest.raises(InvalidInputError, match=f"start at 5, and cache layer {index} holds 0 positions"):
+        decode(net, index, tokens[:, 5:6], 5, cache)
+    prefill(net, index, tokens[:, :5], cache)
+    close(decode(net, index, tokens[:, 5:6], 5, cache), expected[:, 5:6])
+    with pytest.raises(InvalidInputError, match=f"start at 7, and cache layer {index} holds 6 positions"):
+        decode(net, index, tokens[:, 6:], 7, cache)
+
+
+@pytest.mark.parametrize("index", TYPES)
+def test_gradients_flow_after_inference_with_the_same_positions(net, index):
+    """A mask made in inference mode could not be saved for the backward pass."""
+    tokens, positions = states(11), torch.arange(11)[None]
+    pair = embeddings(net, tokens, positions, index)
+    with torch.inference_mode():
+        expected = prefill_forward(net.layers[index], tokens, positions, pair, None)
+    output = prefill_forward(net.layers[index], tokens.requires_grad_(), positions, pair, None)
+    output.sum().backward()
+    close(output.detach(), expected.clone())
+    assert tokens.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("index", TYPES)
+def test_inference_mode(net, index):
+    with torch.inference_mode():
+        tokens, cache = states(12), cache_of(net)
+        expected = by_hand(net, index, tokens)
+        close(prefill(net, index, tokens[:, :6], cache), expected[:, :6])
+        for at in (6, 7, 7, 8, 9, 10, 11, 11):
+            close(decode(net, index, tokens[:, at : at + 1], at, cache), expected[:, at : at + 1])
+
+
+@pytest.mark.parametrize("index", TYPES)
+def test_ways_to_write_the_cache_position(net, index):
+    tokens, cache = states(7), cache_of(net)
+    expected = by_hand(net, index, tokens)[:, 6:]
+    prefill(net, index, tokens[:, :6], cache)
+    positions = torch.tensor([[6]])
+    pair = embeddings(net, tokens, positions, index)
+    for given in (6, np.int64(6), *map(torch.tensor, (6, [6], [[6]], [[6], [6]]))):
+        rest = tokens[:, 6:], positions, pair, True, cache, given, None
+        close(decode_forward(net.layers[index], *rest), expected)
+
+
 # --- bad input ----------------------------------------------------------------------------------------------
 
 
@@ -406,7 +570,10 @@ def test_bad_prefill(net):
     pair = embeddings(net, hidden, positions, SLIDING)
     cases = [
         ({"layer": None}, "layer is None; expected a Gemma3DecoderLayer"),
-        ({"hidden_states": hidden[0]}, r"hidden_states has the shape \(4, 64\); expected \[batch, length ≥ 1, 64\]"),
+        (
+            {"hidden_states": hidden[0]},
+            r"hidden_states has the shape \(4, 64\); expected \[batch ≥ 1, length ≥ 1, 64\]",
+        ),
         ({"hidden_states": hidden[..., :32]}, r"hidden_states has the shape \(2, 4, 32\)"),
         ({"hidden_states": hidden[:, :0]}, r"hidden_states has the shape \(2, 0, 64\)"),
         ({"position_ids": positions[:, :3]}, r"position_ids has the shape \(1, 3\); expected \[2, 4\]"),
@@ -417,6 +584,12 @@ def test_bad_prefill(net):
         ({"position_ids": positions + 2}, "start at 2, and cache layer 0 holds 0 positions; run prefill_forward"),
         ({"position_embeddings": pair[0]}, r"position_embeddings is of type Tensor; expected \(cos, sin\)"),
         ({"position_embeddings": (pair[0], pair[1][:, :3])}, r"sin of position_embeddings has the shape \(1, 3, 16\)"),
+        ({"position_embeddings": (pair[0], None)}, "sin of position_embeddings is None; expected a torch tensor"),
+        ({"hidden_states": None}, "hidden_states is None; expected a torch tensor"),
+        ({"hidden_states": hidden.numpy()}, "hidden_states is of type ndarray; expected a torch tensor"),
+        ({"hidden_states": hidden[:0]}, r"hidden_states has the shape \(0, 4, 64\); expected \[batch ≥ 1"),
+        ({"position_ids": None}, "position_ids is None; expected a torch tensor"),
+        ({"position_ids": positions.double()}, "position_ids is of torch.float64; expected integers"),
         ({"position_embeddings": {"full_attention": pair}}, "the layer needs 'sliding_attention'"),
         (
             {"past_key_values": transformers.DynamicCache()},
@@ -452,7 +625,23 @@ def test_bad_decode(net):
         ({"past_key_values": None}, "past_key_values is None; it is needed with use_kv_cache=True"),
         ({"cache_positions": None}, "cache_positions is None; it is needed with use_kv_cache=True"),
         ({"cache_positions": torch.tensor([11])}, r"cache_positions is \[11\]; expected .* \[12\]"),
-        ({"cache_positions": torch.tensor(12)}, r"cache_positions is 12; expected .* \[12\]"),
+        ({"cache_positions": torch.tensor(11)}, r"cache_positions is 11; expected .* \[12\]"),
+        ({"cache_positions": 11}, r"cache_positions is 11; expected .* \[12\]"),
+        ({"cache_positions": torch.tensor([[12], [11]])}, r"cache_positions is \[\[12\], \[11\]\]; expected .* \[12\]"),
+        ({"cache_positions": torch.tensor([12, 12])}, r"cache_positions is \[12, 12\]; expected .* \[12\]"),
+        ({"cache_positions": torch.tensor([12, 13])}, r"cache_positions is \[12, 13\]; expected .* \[12\]"),
+        ({"cache_positions": torch.tensor([12.0])}, "cache_positions is of torch.float32; expected integers"),
+        ({"cache_positions": [12]}, r"cache_positions is \[12\]; expected a torch tensor \[1\], or an int\.$"),
+        ({"cache_positions": np.array([12])}, r"cache_positions is of type ndarray; .*: pass torch.as_tensor\(cache_positions\)\.$"),
+        ({"cache_positions": 2**70}, "cache_positions is 1180591620717411303424; expected the new"),
+        ({"cache_positions": torch.empty(0, dtype=int)}, r"cache_positions is \[\]; expected the new"),
+        ({"cache_positions": True}, r"cache_positions is True; expected a torch tensor \[1\], or an int\.$"),
+        ({"hidden_states": None}, r"hidden_states is None; expected a torch tensor \[batch, length, 64\]\.$"),
+        ({"hidden_states": tokens[:, 12:].numpy()}, r"hidden_states is of type ndarray; .*: pass torch.as_tensor\(hidden_states\)\.$"),
+        ({"position_ids": None}, r"position_ids is None; expected a torch tensor \[2, 1\]\.$"),
+        ({"position_ids": 12}, r"position_ids is 12; expected a torch tensor \[2, 1\]\.$"),
+        ({"use_kv_cache": False, "prefill_hidden_states": tokens, "hidden_states": None}, "hidden_states is None; expected a"),
+        ({"use_kv_cache": False, "prefill_hidden_states": tokens.numpy()}, "prefill_hidden_states is of type ndarray; expected"),
         ({"use_kv_cache": False}, "prefill_hidden_states is None; without the cache"),
         ({"use_kv_cache": False, "prefill_hidden_states": tokens[:1]}, r"prefill_hidden_states has the shape \(1, 13, 64\)"),
         ({"use_kv_cache": False, "prefill_hidden_states": tokens[:, :12]}, r"position_ids has the shape \(1, 1\); expected \[2, 13\]"),

@@ -172,6 +172,50 @@ def test_bad_input(call, message):
         call()
 
 
+class Foreign:
+    """An array of another library, with dtypes that numpy cannot read."""
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    dtype = type("dtype", (), {"__repr__": lambda self: "torch.float32"})()
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "shape"),
+    [
+        (
+            lambda: gemm_tiled(Foreign(4, 6), X.T),
+            "gemm_tiled: a is torch.float32[4, 6]",
+            "[M, K]: pass jnp.from_dlpack(a)",
+        ),
+        (
+            lambda: gemm_tiled(X, Foreign(6, 4)),
+            "gemm_tiled: b is torch.float32[6, 4]",
+            "[K, N]: pass jnp.from_dlpack(b)",
+        ),
+        (lambda: gemv(X, Foreign(6)), "gemv: x is torch.float32[6]", "[K]: pass jnp.from_dlpack(x)"),
+        (
+            lambda: standard_attention(*qkv()[:2], Foreign(2, 9, 2, 8)),
+            "standard_attention: value is torch.float32[2, 9, 2, 8]",
+            "[B, Sk, Hkv, Dv]: pass jnp.from_dlpack(value)",
+        ),
+    ],
+)
+def test_arrays_of_other_libraries(call, name, shape):
+    with pytest.raises(InvalidInputError) as error:
+        call()
+    assert str(error.value) == f"{name}; expected a JAX or numpy array {shape}."
+
+
+def test_torch_tensors():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a = torch.arange(6.0).reshape(2, 3)
+    with pytest.raises(InvalidInputError, match=r"a is torch.float32\[2, 3\]; expected a JAX or numpy array \[M, K\]"):
+        gemm_tiled(a, a.T)
+    assert gemm_tiled(jnp.from_dlpack(a), np.ones((3, 1), np.float32)).tolist() == [[3.0], [12.0]]
+
+
 # Standard attention
 
 

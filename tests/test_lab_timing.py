@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ejkernel.errors import InvalidInputError
-from ejkernel.lab import Ceilings, Measurement, ceilings, measure, measure_ceilings, timing
+from ejkernel.lab import Ceilings, Measurement, benchmark_latency, ceilings, measure, measure_ceilings, timing, warmup
 from ejkernel.ops.config import store
 from ejkernel.ops.core.device import describe
 
@@ -47,7 +47,7 @@ def taking(clock, milliseconds):
 def test_signatures_and_fields():
     parameters = inspect.signature(measure).parameters
     assert [*parameters] == ["fn", "args", "vjp", "min_seconds", "max_seconds", "kwargs"]
-    assert [parameters[name].default for name in ("vjp", "min_seconds", "max_seconds")] == [False, 0.2, 2.0]
+    assert [parameters[name].default for name in ("vjp", "min_seconds", "max_seconds")] == [False, None, 2.0]
     assert [field.name for field in dataclasses.fields(Measurement)] == [
         *("median_ms", "mean_ms", "min_ms", "p10_ms", "p90_ms", "runs", "compile_ms", "cold_ms", "peak_memory_bytes"),
         *("flags", "backward"),
@@ -76,11 +76,32 @@ def test_what_cannot_be_called_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("least", "most"), [(1.0, 0.5), (-1.0, 1.0), (0.0, 0.0), (0.0, float("inf")), (float("nan"), 1.0)]
+    ("least", "most"),
+    [
+        *((1.0, 0.5), (-1.0, 1.0), (0.0, 0.0), (0.0, float("inf")), (float("nan"), 1.0), (0.2, 0.1), (None, 0.0)),
+        *(
+            ("1", 2.0),
+            (0.1, "2"),
+            (0.1, None),
+            (None, None),
+            (True, 2.0),
+            (0.0, True),
+            (1j, 2.0),
+            ("", 2.0),
+            (False, 2.0),
+        ),
+    ],
 )
 def test_an_impossible_budget_is_refused(least, most):
     with pytest.raises(InvalidInputError, match=r"min_seconds is .* and max_seconds is .*expected"):
         measure(len, "a", min_seconds=least, max_seconds=most)
+
+
+def test_the_least_time_is_no_more_than_the_most(clock):
+    assert measure(taking(clock, [2.0]), max_seconds=0.1).runs == 50
+    clock.calls = 0
+    assert measure(taking(clock, [2.0]), max_seconds=1.0).runs == 100
+    assert timing._budget(None, np.float32(3)) == (200, 3000)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +117,52 @@ def test_an_impossible_budget_is_refused(least, most):
 def test_a_backward_needs_floats(fn, args, missing):
     with pytest.raises(InvalidInputError, match=f"no floating-point {missing} to differentiate"):
         measure(fn, *args, vjp=True, **SHORT)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_result_without_floats_is_refused_before_the_timed_runs(monkeypatch, jitted):
+    monkeypatch.setattr(timing, "timed", lambda *_: pytest.fail("a timed run"))
+    calls = []
+
+    def fn(x):
+        jax.debug.callback(calls.append, 1)
+        return {"index": jnp.argmax(x), "text": None if jitted else "a"}
+
+    with pytest.raises(InvalidInputError, match="no floating-point result to differentiate"):
+        measure(jax.jit(fn) if jitted else fn, jnp.ones(3), vjp=True)
+    jax.effects_barrier()
+    assert len(calls) == (0 if jitted else 1)
+
+
+def test_a_function_that_needs_values_has_a_backward():
+    found = measure(lambda x: x * 2 if x.sum() > 0 else x, jnp.ones(3), vjp=True, **SHORT)
+    assert found.backward.runs >= 1
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_function_that_donates_is_explained(jitted):
+    step = jax.jit(lambda state, x: {"w": state["w"] + x}, donate_argnums=0)
+    fn = step if jitted else lambda state, x: step(state, x)
+    state = {"w": jnp.ones(3)}
+    for _ in range(2):  # the second time it is deleted before
+        with pytest.raises(InvalidInputError, match=r"cannot be repeated: an array .* has been deleted, as fn donates"):
+            measure(fn, state, 2.0, **SHORT)
+    assert state["w"].is_deleted()
+    with pytest.raises(InvalidInputError, match="cannot be repeated"):
+        benchmark_latency(step, {"w": jnp.ones(3)}, 2.0)
+    warmup(step, {"w": jnp.ones(3)}, 2.0, n_warmup=1)  # once is no repetition
+    ignored = jax.jit(lambda x: x.sum(), donate_argnums=0)  # a donation without use does not delete
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert measure(ignored, jnp.ones(3), **SHORT).runs >= 1
+    assert measure(step, {"w": np.ones(3, np.float32)}, 2.0, **SHORT).runs >= 1  # copied to the device each time
+
+    def failing(x):
+        raise ValueError("deleted, but no array")
+
+    with pytest.raises(ValueError, match="deleted, but no array") as caught:
+        measure(failing, jnp.ones(3))
+    assert type(caught.value) is ValueError
 
 
 def test_exceptions_come_through_with_a_note():
@@ -206,6 +273,32 @@ def test_a_jitted_function():
     assert 0 < found.min_ms <= found.p10_ms <= found.median_ms <= found.p90_ms
 
 
+@pytest.mark.parametrize("how", ["called", "compiled", "measured"])
+def test_compiling_is_not_timed_if_it_was_done_before(how):
+    fn = jax.jit(lambda x: jnp.outer(x, x) + 3)
+    x, longer = jnp.ones(16), jnp.ones(17)
+    if how == "called":
+        fn(x)
+    elif how == "compiled":
+        fn.lower(x).compile()
+    else:
+        assert measure(fn, x, **SHORT).compile_ms > 0
+    again = measure(fn, x, **SHORT)
+    assert again.compile_ms is None
+    assert again.to_json()["compile_ms"] is None
+    assert again.peak_memory_bytes == 16 * 16 * 4
+    assert measure(fn, longer, **SHORT).compile_ms > 0  # for this shape it is compiled
+
+
+def test_listening_to_compilations_ends():
+    with timing._compilations() as seen:
+        pass
+    with pytest.raises(ZeroDivisionError), timing._compilations() as failed:
+        raise ZeroDivisionError
+    jax.jit(lambda x: x - 5)(jnp.ones(5))
+    assert seen == failed == []
+
+
 def test_a_plain_function_of_jax_is_measured_as_it_is():
     calls = []
     found = measure(lambda x: calls.append(x) or jnp.sin(x), jnp.ones(8), **SHORT)
@@ -224,8 +317,7 @@ def test_the_backward_of_jax_is_the_pullback_of_the_floats():
         return {"y": x[index] ** power * options["scale"], "largest": jnp.argmax(x)}
 
     keywords = {"options": options, "power": 3}
-    prepare = timing._pullback(fn, (x, index), keywords)
-    backward, operands = prepare()
+    backward, operands = timing._pullback(fn, (x, index), keywords).prepare()
     ((scale_grad, x_grad),) = ([g for g in sorted(grads, key=lambda g: g.size)] for grads in backward(*operands))
     np.testing.assert_allclose(x_grad, 3 * x**2 * 2)
     np.testing.assert_allclose(scale_grad, [np.sum(x**3)])
@@ -247,7 +339,7 @@ def test_the_backward_of_a_jitted_function_with_static_arguments():
 def test_torch_on_a_cpu_forward_and_backward():
     torch = pytest.importorskip("torch")
     x, index = torch.arange(1.0, 5.0), torch.arange(4)
-    backward, operands = timing._pullback(lambda x, index: {"y": x[index] ** 3, "i": index}, (x, index), {})()
+    backward, operands = timing._pullback(lambda x, index: {"y": x[index] ** 3, "i": index}, (x, index), {}).prepare()
     (gradient,) = backward(*operands)
     assert torch.equal(gradient, 3 * x**2)
     assert not x.requires_grad
@@ -260,7 +352,7 @@ def test_torch_on_a_cpu_forward_and_backward():
 def test_a_torch_modules_parameters_take_part():
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(2, 3)
-    backward, operands = timing._pullback(layer, (torch.ones(1, 2),), {})()
+    backward, operands = timing._pullback(layer, (torch.ones(1, 2),), {}).prepare()
     assert [tuple(g.shape) for g in backward(*operands)] == [(1, 2), (3, 2), (3,)]
     assert layer.weight.grad is None
 
@@ -271,6 +363,11 @@ def test_a_torch_backward_needs_floats(missing):
     x = torch.arange(3) if missing == "argument" else torch.ones(3)
     with pytest.raises(InvalidInputError, match=f"no floating-point {missing}"):
         measure(lambda x: x.argmax(), x, vjp=True, **SHORT)
+    calls = []
+    if missing == "result":  # nor does a result that is cut off, and that is seen before the timed runs
+        with pytest.raises(InvalidInputError, match="no floating-point result"):
+            measure(lambda x: calls.append(1) or x.detach() * 2, x, vjp=True)
+        assert len(calls) == 2
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------------

@@ -255,6 +255,48 @@ def test_a_figure_that_pyplot_does_not_know(plt):
     assert plt.get_fignums() == []
 
 
+def points_of(ax):
+    return [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if len(line.get_xdata()) == 1][1:]
+
+
+def test_operations_of_many_kinds(plt):
+    operations = {"number": np.array(4.0), "scalar": np.float32(2.0), "pair": np.array([4.0, 1.5]), "list": [8, 3]}
+    assert points_of(plot_roofline("A100", 19.5, 2.0, operations)) == [(4.0, 8.0), (2.0, 4.0), (4.0, 1.5), (8.0, 3.0)]
+
+
+def test_operations_in_a_series(plt):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    ax = plot_roofline("A100", 19.5, 2.0, pandas.Series({"gemv": 1.0, "add": 4.0}))
+    assert points_of(ax) == [(1.0, 2.0), (4.0, 8.0)]
+    assert {"gemv", "add"} <= set(texts(ax))
+    plt.close("all")
+    for wrong in (pandas.Series(dtype=float), pandas.Series({"a": -1.0}), {"a": pandas.Series([1.0, 2.0, 3.0])}):
+        with pytest.raises(InvalidInputError) as error:
+            plot_roofline("A100", 19.5, 2.0, wrong)
+        assert "\n" not in str(error.value)
+    with pytest.raises(InvalidInputError) as error:
+        plot_roofline(
+            "A100", 19.5, 2.0, x_range=pandas.Series([1.0, 2.0, 3.0], index=["low", "middle", "high"], name="limits")
+        )
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("x_range", [None, (5, 1000), (0.01, 1000), (5.9, 10)])
+@pytest.mark.parametrize("ceilings", [None, (0.1, 0.018)])
+def test_the_label_of_the_ridge_stays_inside(plt, x_range, ceilings):
+    operations = {"gemm": (2000.0, 0.08), "gemv": (0.5, 0.004)}
+    ax = plot_roofline("CPU", 0.12, 0.02, operations, x_range=x_range, ceilings=ceilings)
+    ax.figure.draw_without_rendering()
+    (label,) = (text for text in ax.texts if text.get_text() == "ridge point: 6 FLOPs/Byte")
+    box, frame = label.get_window_extent(), ax.get_window_extent()
+    assert frame.x0 <= box.x0 + 0.5
+    assert box.x1 <= frame.x1
+    ridge = ax.transData.transform((6, 0.12))
+    assert box.y0 > ridge[1]
+    if x_range == (0.01, 1000):  # where there is room it ends at the ridge
+        assert box.x1 == pytest.approx(ridge[0], abs=5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -269,6 +311,11 @@ def test_a_figure_that_pyplot_does_not_know(plt):
         ({"operations": {"a": None}}, "operations['a'] is None; pass a positive, finite number"),
         ({"operations": {"a": (1, 2, 3)}}, "operations['a'] is (1, 2, 3); pass a pair (FLOPs/Byte, achieved TFLOPS)"),
         ({"operations": {"a": (1, NAN)}}, "operations['a'][1] is nan; pass a positive, finite number"),
+        (
+            {"operations": {"a": np.eye(3)}},
+            "operations['a'] is array([[1., 0...[0., 0., 1.]]); pass a pair (FLOPs/Byte, achieved TFLOPS)",
+        ),
+        ({"operations": {"a": np.array(0.0)}}, "operations['a'] is array(0.); pass a positive, finite number"),
         ({"x_range": (10, 1)}, "x_range is (10, 1); pass the smaller limit first"),
         ({"x_range": (0, 1)}, "x_range[0] is 0; pass a positive, finite number"),
         ({"y_range": 5}, "y_range is 5; pass a pair (min, max)"),

@@ -12,7 +12,8 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import jax
 
 from ejkernel.errors import InvalidInputError
 from ejkernel.lab.extras import need
-from ejkernel.lab.timing import Places, check_callable, memory_of, places, run, timed
+from ejkernel.lab.timing import Places, caller, check_callable, memory_of, places, run, timed
 
 __all__ = ["benchmark_latency", "benchmark_memory", "count_cuda_kernels", "default_schedule", "warmup"]
 
@@ -88,7 +89,7 @@ def _warm(fn: Any, args: tuple, kwargs: dict, n_warmup: Any) -> tuple[Callable[[
     """The call, and where it computes if it has been called."""
     check_callable(fn)
     n_warmup = _count("n_warmup", n_warmup, least=0)
-    call = functools.partial(fn, *args, **kwargs)
+    call = caller(fn, args, kwargs)
     if n_warmup == 0:
         return call, None
     return call, places(args, kwargs, run(call, n_warmup, "warm-up run", None))
@@ -127,15 +128,19 @@ def _schedule() -> Callable[[int], Any]:
 # The first rule that fits a kernel's own name decides, then the first that fits the name with its template arguments: an
 # ATen kernel is named after its shape and takes its arithmetic as an argument (an elementwise kernel of a copying functor
 # is elementwise), cutlass and cuBLAS tell what they are in the arguments only. Within a name the order counts:
-#   - a compiler's prefix says more than the list of fused operations behind it (Inductor's poi is a pointwise kernel);
+#   - Inductor's prefix says more than the list of fused operations behind it (poi is a pointwise kernel), unless there is a
+#     softmax among them;
 #   - fused attention is built from gemms and a softmax and is none of them;
-#   - a normalisation or a softmax that is fused with elementwise operations is what the kernel is for.
+#   - a normalisation or a softmax that is fused with elementwise operations is what the kernel is for;
+#   - an operation's plain name is the weakest sign: a reduction or a gather that also adds is not elementwise.
 # Convolutions are gemms; whatever only moves data (copies, sets, concatenations, transposes) is memory; reductions, sorts,
 # gathers, scans and collectives are others.
+_NOT_ELEMENTWISE = r"(reduce(?!_precision)|sort|scatter|gather|scan|cumsum|arg_?(max|min))"
 _RULES = tuple(
     (category, re.compile(pattern, re.IGNORECASE))
     for category, pattern in (
-        ("memory", r"^mem(cpy|set)"),
+        ("memory", r"^\[?(CUDA )?(Unified Memory )?mem(cpy|set)"),
+        ("softmax", r"^triton_(poi|per|red)_\w*soft_?max"),
         ("elementwise", r"^triton_poi_"),
         ("other", r"flash|fmha|sdpa|attention|attn|\bmha_"),
         ("gemm", r"^triton_tem_\w*(mm|conv)|^triton_(mm|bmm)"),
@@ -144,16 +149,35 @@ _RULES = tuple(
         ("layernorm", r"(layer|rms)_?norm|GammaBeta|RowwiseMoments|\bln_(fwd|bwd)|^triton_(per|red)_\w*mean_\w*rsqrt"),
         ("layernorm", r"cuComputeGradInput|ComputeInternalGradients"),
         ("gemm", r"gemm|gemv|nvjet|xmma|matmul|split_?k(?![ve])|cublas|cutlass\w*_tensorop|wmma_tensorop"),
-        ("gemm", r"scudnn|cudnn\w*conv|convolve|implicit_conv|fprop|dgrad|wgrad|winograd"),
-        # XLA names a fusion after its emitter and its last operation.
-        ("other", r"^(loop|input|wrapped)_(\w*_)?(reduce(?!_precision)|sort|scatter|scan)"),
-        ("memory", r"^(loop|input|wrapped)_(copy|concatenate|transpose|slice|dynamic_\w*slice|pad)(_fusion)?[._\d]*$"),
-        ("elementwise", r"elementwise|pointwise|multi_tensor_apply|^(loop|wrapped)_"),
+        ("gemm", r"scudnn|cudnn[\w:]*conv(?!ert)|implicit_conv|fprop|dgrad|wgrad|winograd"),
+        ("gemm", r"^(?!triton_).*(conv\dd|convol)"),  # Inductor lists a convolution when it fuses what comes after
+        # XLA names a fusion after its emitter and its last operations, or with less of that.
+        ("gemm", r"^(\w+_)?dot_fusion[._\d]*$"),
+        ("other", rf"^((loop|input|wrapped)_(\w*_)?|(?=\w+_fusion[._\d]*$)(\w+_)?){_NOT_ELEMENTWISE}"),
+        (
+            "memory",
+            r"^((loop|input|wrapped)_|(?=\w+_fusion))(copy|concatenate|transpose|slice|dynamic_\w*slice|pad)(_fusion)?[._\d]*$",
+        ),
+        ("elementwise", r"elementwise|pointwise|multi_tensor_apply|^(loop|wrapped)_|^(\w+_)?fusion[._\d]*$"),
         ("memory", r"CatArrayBatchedCopy|copy_kernel|copy_device_to_device|transpose|nchwToNhwc|nhwcToNchw"),
+        ("other", rf"{_NOT_ELEMENTWISE}|index|embedding|nccl"),
+        (
+            "elementwise",
+            r"(?<![a-z])(add|sub|mul|div|neg|abs|exp|log|pow|sqrt|rsqrt|tanh|sigmoid|relu|gelu|silu|elu|swish|mish|swiglu|"
+            r"geglu|dropout|clamp|fill|cast)(?![a-z])",
+        ),
     )
 )
 # What a profiler puts on a device's time line beside kernels.
-_NOT_KERNELS = re.compile(r"^(ProfilerStep|Optimizer\.|(Context|Stream|Event) Sync|Stream Wait|\[memory\])")
+_NOT_KERNELS = re.compile(r"^(ProfilerStep|Optimizer\.|(Context|Stream|Event) Sync|Stream Wait|\[memory\]|nccl:)")
+# What runs on the host: torch's operations, nodes of its graph and regions, the calls of CUDA and HIP, and what they wait for.
+_ON_HOST = re.compile(
+    r"^(aten|prims?|c10d|autograd|torch::(autograd|jit)|profiler|inductor)::|^\w+Backward\d+$|^record_param_comms$|"
+    r"^(nn\.Module: |## |Torch-Compiled|TorchDynamo|enumerate\(DataLoader)|^(cuda|hip)[A-Z]\w*$|"
+    r"^cu(Launch|Mem|Stream|Event|Ctx|Device|Graph|Module|Func|Init|Kernel|Library|Get|Occupancy|Pointer|Tensor)\w*$|"
+    r"^(Lazy Function Loading|Runtime Triggered Module Loading|Activity Buffer Request|Buffer Flush|Command Buffer Full|"
+    r"Instrumentation|Resource)$"
+)
 
 
 def count_cuda_kernels(prof: Any) -> dict[str, int]:
@@ -163,15 +187,18 @@ def count_cuda_kernels(prof: Any) -> dict[str, int]:
     data (concatenations, transposes) are `memory`, though ATen's elementwise kernels are `elementwise` whatever they do.
 
     Args:
-        prof: a result of `torch.profiler.profile`; the folder that `jax.profiler.trace` wrote (its latest run), one of its
-            files (`.xplane.pb`, `.trace.json.gz`, `.trace.json`) or a loaded `jax.profiler.ProfileData`; or kernels: names,
-            or objects with a `name` or `key`, and where they stand for several a `count`.
+        prof: a result of `torch.profiler.profile`, or the file that its `export_chrome_trace` wrote (`.json`, `.json.gz`);
+            the folder that `jax.profiler.trace` wrote (its latest run), one of its files (`.xplane.pb`, `.trace.json.gz`,
+            `.trace.json`) or a loaded `jax.profiler.ProfileData`; the loaded JSON of either; or kernels: names, a mapping of
+            names to counts, or objects with a `name` or `key`, and where they stand for several a `count`. Of those, what is
+            known to have run elsewhere by its `device_type`, or without one by its name (`aten::mm`, `cudaLaunchKernel`),
+            is left out.
 
     Returns:
         A dict with the keys gemm, elementwise, softmax, layernorm, memory, other and total.
 
     Raises:
-        InvalidInputError: if it is none of those, or a profiler that has not run.
+        InvalidInputError: if it is none of those, or a profiler that has not run or not stopped.
 
     Example:
         >>> count_cuda_kernels(["ampere_sgemm_128x64_tn", "Memset (Device)", "ProfilerStep#3"])
@@ -193,6 +220,8 @@ def _category(name: str) -> str:
 
 
 def _kernels(prof: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(prof, Mapping):
+        return _kernels_of_mapping(prof)
     if not isinstance(prof, list) and (hasattr(prof, "events") or hasattr(prof, "key_averages")):
         return _kernels_of_events(_profiler_events(prof))
     if isinstance(prof, str | os.PathLike):
@@ -201,20 +230,47 @@ def _kernels(prof: Any) -> Iterator[tuple[str, int]]:
         return _kernels_of_planes(prof)
     if isinstance(prof, Iterable):
         return _kernels_of_events(prof)
-    raise InvalidInputError(
-        f"prof is {prof!r} ({type(prof).__name__}); expected a torch profiler's result, a JAX trace's folder or file, a "
-        "jax.profiler.ProfileData, or names of kernels."
+    raise _no_profile(prof)
+
+
+def _no_profile(prof: Any) -> InvalidInputError:
+    return InvalidInputError(
+        f"prof is {prof!r} ({type(prof).__name__}); expected a torch profiler's result or its exported trace, a JAX trace's "
+        "folder or file, a jax.profiler.ProfileData, or names of kernels."
     )
 
 
-def _profiler_events(prof: Any) -> Iterable[Any]:
+def _kernels_of_mapping(prof: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
+    if "traceEvents" in prof:
+        yield from _kernels_of_json(prof, "prof")
+        return
+    for name, count in prof.items():
+        if not isinstance(name, str):
+            raise InvalidInputError(
+                f"prof has the key {name!r} ({type(name).__name__}); expected names of kernels and how often each ran, or a "
+                "loaded trace with its traceEvents."
+            )
+        count = _count(f"prof[{name!r}]", count, least=0)
+        if not _ON_HOST.match(name):
+            yield name, count
+
+
+def _profiler_events(prof: Any) -> list[Any]:
+    # Torch sets it when a profiler stops, and gives no events, without a word, before.
+    if getattr(getattr(prof, "profiler", prof), "kineto_results", prof) is None:
+        raise InvalidInputError("prof has not run, or is still running: count after its with block.")
+    events = None
     try:
-        for method in ("events", "key_averages"):
-            if hasattr(prof, method) and (found := list(getattr(prof, method)())):
-                return found
+        for source in ("events", "key_averages"):
+            found = getattr(prof, source, None)
+            found = found() if callable(found) else found
+            if isinstance(found, Iterable) and (events := list(found)):
+                break
     except AssertionError as error:
         raise InvalidInputError(f"prof has not run: {error}; count after its with block.") from error
-    return ()
+    if events is None:
+        raise _no_profile(prof)
+    return events
 
 
 def _kernels_of_events(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
@@ -225,13 +281,24 @@ def _kernels_of_events(events: Iterable[Any]) -> Iterator[tuple[str, int]]:
             raise InvalidInputError(
                 f"prof holds {event!r} ({type(event).__name__}); expected names of kernels, or objects with a name or key."
             )
-        device = getattr(event, "device_type", None)
-        on_gpu = device is None or str(getattr(device, "name", device)).upper().endswith("CUDA")
+        device = _device(getattr(event, "device_type", None))
+        on_gpu = not _ON_HOST.match(name) if device is None else device == "cuda"
         if on_gpu and getattr(event, "is_user_annotation", False) is not True:
-            yield name, 1 if name is event else int(getattr(event, "count", 1))
+            count = 1 if name is event else getattr(event, "count", 1)
+            yield name, int(count) if isinstance(count, Integral) else 1
 
 
-# --- JAX's traces ----------------------------------------------------------------------------------------------------
+def _device(device: Any) -> str | None:
+    """The kind of a device by torch's names, from any of the forms in which it is given; None if it is none of them."""
+    for text in (device, getattr(device, "name", None), getattr(device, "type", None)):
+        if isinstance(text, str):
+            return text.lower().rpartition(".")[2].partition(":")[0]
+    if isinstance(device, int):
+        return {0: "cpu", 1: "cuda"}.get(device, "another")
+    return None
+
+
+# --- traces, of JAX and those that torch exports ----------------------------------------------------------------------------------------------------
 
 _DERIVED_LINES = {
     *(
@@ -246,6 +313,8 @@ _DERIVED_LINES = {
     ),
     *("Framework Ops", "Framework Name Scope", "TensorFlow Ops", "TensorFlow Name Scope"),
 }
+# Torch's categories of events, in its first versions with the other names.
+_TORCH_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
 
 
 def _kernels_of_trace(path: Path) -> Iterator[tuple[str, int]]:
@@ -253,7 +322,7 @@ def _kernels_of_trace(path: Path) -> Iterator[tuple[str, int]]:
         if file.name.endswith(".pb"):
             yield from _kernels_of_planes(_load(file, jax.profiler.ProfileData.from_file))
         else:
-            yield from _kernels_of_json(file)
+            yield from _kernels_of_json(_load(file, _read_json), f"prof is {str(file)!r}, which")
 
 
 def _trace_files(path: Path) -> list[Path]:
@@ -267,8 +336,8 @@ def _trace_files(path: Path) -> list[Path]:
             latest = max(files, key=lambda file: (file.stat().st_mtime, file)).parent
             return sorted(file for file in files if file.parent == latest)
     raise InvalidInputError(
-        f"prof is {str(path)!r}, which is no JAX trace; expected the folder given to jax.profiler.trace, or a .xplane.pb, "
-        ".trace.json.gz or .trace.json file in it."
+        f"prof is {str(path)!r}, which is no trace; expected the folder given to jax.profiler.trace, a .xplane.pb, "
+        ".trace.json.gz or .trace.json file in it, or a .json or .json.gz file that torch's export_chrome_trace wrote."
     )
 
 
@@ -287,26 +356,30 @@ def _kernels_of_planes(profile: Any) -> Iterator[tuple[str, int]]:
             yield from ((event.name, 1) for line in lines if line.name in kept for event in line.events)
 
 
-def _kernels_of_json(file: Path) -> Iterator[tuple[str, int]]:
-    def read(name: str) -> Any:
-        with gzip.open(name, "rt", encoding="utf-8") if name.endswith(".gz") else open(name, encoding="utf-8") as text:
-            trace = json.load(text)
-        return trace["traceEvents"] if isinstance(trace, dict) and "traceEvents" in trace else trace
+def _read_json(name: str) -> Any:
+    with gzip.open(name, "rt", encoding="utf-8") if name.endswith(".gz") else open(name, encoding="utf-8") as text:
+        return json.load(text)
 
-    events = _load(file, read)
+
+def _kernels_of_json(trace: Any, what: str) -> Iterator[tuple[str, int]]:
+    events = trace.get("traceEvents") if isinstance(trace, Mapping) else trace
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise InvalidInputError(f"prof is {str(file)!r}, which holds no list of trace events.")
+        raise InvalidInputError(f"{what} holds no list of trace events.")
     planes, lines, found = {}, {}, {}
     for event in events:
-        name = str((event.get("args") or {}).get("name", ""))
-        if event.get("ph") == "M" and event.get("name") == "process_name":
+        name = str((event.get("args") or {}).get("name", "")) if event.get("ph") == "M" else ""
+        if event.get("name") == "process_name" and name:
             planes[event.get("pid")] = name
-        elif event.get("ph") == "M" and event.get("name") == "thread_name":
+        elif event.get("name") == "thread_name" and name:
             lines[event.get("pid"), event.get("tid")] = name
     for event in events:
-        pid, tid = event.get("pid"), event.get("tid")
-        if event.get("ph") == "X" and _is_gpu(planes.get(pid, "")):
-            found.setdefault(pid, []).append((lines.get((pid, tid), ""), str(event.get("name", ""))))
+        pid, tid, name = event.get("pid"), event.get("tid"), str(event.get("name", ""))
+        if event.get("ph") != "X":
+            continue
+        if event.get("cat") in _TORCH_KERNELS:
+            yield name, 1
+        elif _is_gpu(planes.get(pid, "")):
+            found.setdefault(pid, []).append((lines.get((pid, tid), ""), name))
     for plane in found.values():
         kept = _kernel_lines([line for line, _ in plane])
         yield from ((name, 1) for line, name in plane if line in kept)

@@ -55,7 +55,7 @@ def get_ridge_point(gpu_name: str, dtype: str = "fp16") -> float:
 
     Args:
         gpu_name: a key of `GPU_SPECS`.
-        dtype: `fp16`, `bf16` or `fp32`, their long names, or a numpy or JAX dtype.
+        dtype: `fp16`, `bf16` or `fp32`, their long names, or a numpy, JAX or torch dtype.
 
     Example:
         >>> get_ridge_point("A100"), get_ridge_point("A100", "fp32")
@@ -73,7 +73,7 @@ def _short_dtype(dtype: Any) -> str:
     try:
         name = np.dtype(dtype).name
     except TypeError:
-        name = None
+        name = str(dtype).removeprefix("torch.")
     for short, long in _DTYPES.items():
         if name == long:
             return short

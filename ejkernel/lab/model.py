@@ -6,7 +6,8 @@ the cache the keys go. Prefill, decode with a cache, decode without one and the 
 
 Positions decide what the cache holds: a call that starts at position 0 starts it anew, and one that starts at an earlier
 position than the next writes that position again, so that a call can be repeated to time it. Time under
-`torch.no_grad()`: the grad mode is the caller's.
+`torch.no_grad()`: the grad mode is the caller's. On an accelerator positions are read, which waits for the device, once
+for each tensor that holds them and again only when it was written to; inference tensors, which do not tell, every time.
 
 Example::
 
@@ -30,8 +31,10 @@ Example::
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +127,9 @@ def get_position_embeddings(
         known = ["sliding_attention" if config.rope_theta == config.rope_local_base_freq else "full_attention"]
     if layer_type not in known:
         raise InvalidInputError(f"layer_type is {layer_type!r}; this rotary_emb knows {', '.join(sorted(known))}.")
+    torch = need("torch", "get_position_embeddings")
+    _need_tensor(torch, "hidden_states", hidden_states, "[batch, length, hidden_size]")
+    _need_tensor(torch, "position_ids", position_ids, "[batch, length]")
     if position_ids.ndim != 2:
         raise InvalidInputError(f"position_ids has the shape {tuple(position_ids.shape)}; expected [batch, length].")
     return rotary_emb(hidden_states, position_ids, *([layer_type] if takes_type else []))
@@ -140,6 +146,7 @@ def initialize_kv_cache(config: Any, max_cache_len: int) -> StaticCache:
         max_cache_len: how many positions it can hold.
     """
     length = _count("max_cache_len", max_cache_len)
+    need("torch", "initialize_kv_cache")  # without it transformers imports, and has no cache
     transformers = need("transformers", "initialize_kv_cache")
     if not hasattr(config, "get_text_config"):
         raise InvalidInputError(f"config is {_short(config)}; expected a transformers config such as Gemma3TextConfig.")
@@ -177,7 +184,7 @@ def decode_forward(
     position_embeddings: Embeddings,
     use_kv_cache: bool,
     past_key_values: StaticCache | None,
-    cache_positions: torch.Tensor | None,
+    cache_positions: torch.Tensor | int | None,
     prefill_hidden_states: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run a decoder layer over a new token.
@@ -189,7 +196,8 @@ def decode_forward(
         position_embeddings: `(cos, sin)` of these positions for the layer's type, or a dict of them by layer type.
         use_kv_cache: whether the tokens before are in the cache or are computed again.
         past_key_values: the cache; not touched without `use_kv_cache`.
-        cache_positions: `[1]`, where in the cache the new token goes; needed with the cache.
+        cache_positions: `[1]`, where in the cache the new token goes; needed with the cache. An int and the shapes `[]`
+            and `[batch, 1]` will do.
         prefill_hidden_states: the layer's input for the S tokens before, `[batch, S, hidden_size]`; needed without it.
 
     Returns:
@@ -227,7 +235,7 @@ def multi_layer_decode_forward(
     position_embeddings: Embeddings,
     use_kv_cache: bool,
     past_key_values: StaticCache | None,
-    cache_positions: torch.Tensor | None,
+    cache_positions: torch.Tensor | int | None,
     prefill_hidden_states: torch.Tensor | None,
 ) -> torch.Tensor:
     """`decode_forward` `num_layers` times, each pass on the output of the one before and with a cache layer of its own.
@@ -247,6 +255,8 @@ def _decode_inputs(states, use_kv_cache, cache, cache_positions, before):
     if not use_kv_cache:
         if before is None:
             raise InvalidInputError("prefill_hidden_states is None; without the cache it must be the tokens before.")
+        for name, value in (("hidden_states", states), ("prefill_hidden_states", before)):
+            _need_tensor(torch, name, value, "[batch, length, hidden_size]")
         if before.ndim != 3 or states.ndim != 3 or before.shape[::2] != states.shape[::2]:
             raise InvalidInputError(
                 f"prefill_hidden_states has the shape {tuple(before.shape)} and hidden_states {tuple(states.shape)}; "
@@ -275,29 +285,28 @@ def _forward(num_layers, layer, states, position_ids, embeddings, cache, cache_p
         )
     if not attention.is_causal:
         raise InvalidInputError("The layer's attention is bidirectional; prefill and decode need a causal one.")
-    if states.ndim != 3 or states.shape[1] < 1 or states.shape[2] != layer.hidden_size:
+    _need_tensor(torch, "hidden_states", states, f"[batch, length, {layer.hidden_size}]")
+    if states.ndim != 3 or 0 in states.shape or states.shape[2] != layer.hidden_size:
         raise InvalidInputError(
-            f"hidden_states has the shape {tuple(states.shape)}; expected [batch, length ≥ 1, {layer.hidden_size}]."
+            f"hidden_states has the shape {tuple(states.shape)}; expected [batch ≥ 1, length ≥ 1, {layer.hidden_size}]."
         )
     batch, length = states.shape[:2]
     start = _start(torch, position_ids, batch, length)
-    if cache_positions is not None and cache_positions.tolist() != list(range(start, start + length)):
-        raise InvalidInputError(
-            f"cache_positions is {_short(cache_positions.tolist())}; expected the new token's position as in position_ids, "
-            f"[{start}]."
-        )
-    embeddings = _embeddings(embeddings, attention, batch, length)
+    if cache_positions is not None:
+        _check_cache_positions(torch, cache_positions, start, batch, length)
+    embeddings = _embeddings(torch, embeddings, attention, batch, length)
     indices = [attention.layer_idx] if num_layers is None else range(num_layers)
 
     window = attention.sliding_window
     if cache is None:
         spans = [(start, length)] * len(indices)
     else:
-        _prepare(cache, indices, window, start, states)
+        _prepare(torch, cache, indices, window, start, states)
         spans = [_keys_seen(cache.layers[index], start, length) for index in indices]
-    masks = {span: _mask(torch, start, length, *span, window, states, implementation) for span in set(spans)}
+    made = _masks_of(position_ids, start)
+    masks = {span: _mask(torch, made, start, length, *span, window, states, implementation) for span in set(spans)}
 
-    accepted = inspect.signature(layer.forward).parameters
+    accepted = _parameters(getattr(layer.forward, "__func__", layer.forward))
     arguments = {"position_ids": position_ids, "past_key_values": cache}
     # transformers 4 takes the embeddings of both types and picks by its own, and tells the cache where to write.
     for name in ("position_embeddings", "position_embeddings_global", "position_embeddings_local"):
@@ -312,28 +321,92 @@ def _forward(num_layers, layer, states, position_ids, embeddings, cache, cache_p
             attention.layer_idx = index
             states = layer(states, attention_mask=masks[span], **arguments)
             states = states[0] if isinstance(states, tuple) else states
+            if cache is not None:
+                _note_length(cache.layers[index], start + length)
     finally:
         attention.layer_idx = own_index
     return states
 
 
+@functools.lru_cache(maxsize=8)
+def _parameters(function):
+    return frozenset(inspect.signature(function).parameters)
+
+
 def _start(torch, position_ids, batch, length):
     """The first position."""
+    _need_tensor(torch, "position_ids", position_ids, f"[{batch}, {length}]")
     if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
         raise InvalidInputError(
             f"position_ids has the shape {tuple(position_ids.shape)}; expected [{batch}, {length}], one for each token "
             "(without the cache: also for those before the new one)."
         )
-    ids = position_ids.cpu()
-    start = int(ids[0, 0])
-    if start < 0 or not torch.equal(ids, torch.arange(start, start + length, dtype=ids.dtype).expand_as(ids)):
+    start = _first_of_consecutive(torch, "position_ids", position_ids)
+    if start is None or start < 0:
         raise InvalidInputError(
-            f"position_ids is {_short(ids.tolist())}; expected consecutive ones, alike in all rows."
+            f"position_ids is {_short(position_ids.tolist())}; expected consecutive ones, alike in all rows."
         )
     return start
 
 
-def _embeddings(embeddings, attention, batch, length):
+def _check_cache_positions(torch, cache_positions, start, batch, length):
+    """That they are the tokens' positions: a row of them, the same row for each of the batch, or the only one by itself."""
+    given, shape = None if isinstance(cache_positions, torch.Tensor) else _integer(cache_positions), ()
+    first = given
+    if given is None:
+        _need_tensor(torch, "cache_positions", cache_positions, f"[{length}], or an int")
+        shape = tuple(cache_positions.shape)
+        first = _first_of_consecutive(torch, "cache_positions", cache_positions)
+    shapes = [(length,), (1, length), (batch, length)] + [()] * (length == 1)
+    if shape not in shapes or first != start:
+        raise InvalidInputError(
+            f"cache_positions is {_short(cache_positions.tolist() if given is None else given)}; expected the new token's "
+            f"position as in position_ids, {_short([*range(start, start + length)])}."
+        )
+
+
+def _first_of_consecutive(torch, name, positions):
+    """The first of consecutive positions, alike in all rows; None if they are not."""
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise InvalidInputError(f"{name} is of {positions.dtype}; expected integers, as of torch.int64.")
+    if positions.device.type == "cpu":
+        return _read_first(torch, positions)
+    notes = _notes(positions)
+    if "first" not in notes:
+        notes["first"] = _read_first(torch, positions.cpu())
+    return notes["first"]
+
+
+def _read_first(torch, positions):
+    first = next(iter(positions.reshape(-1)[:1].tolist()), None)
+    if positions.numel() > 1:
+        consecutive = torch.arange(first, first + positions.shape[-1]).expand_as(positions)
+        return first if torch.equal(positions.long(), consecutive) else None
+    return first
+
+
+_noted: dict[int, tuple[weakref.ref, int, dict]] = {}
+
+
+def _notes(tensor):
+    """What is known of a tensor: a dict to read and to fill, empty once the tensor is written to, gone when it is."""
+    if tensor.is_inference():  # such tensors do not count the writes
+        return {}
+    key, version = id(tensor), tensor._version
+    reference, noted_version, notes = _noted.get(key, (None, None, None))
+    if noted_version != version or reference() is not tensor:
+        notes = {}
+        _noted[key] = weakref.ref(tensor, lambda _: _noted.pop(key, None)), version, notes
+    return notes
+
+
+def _need_tensor(torch, name, value, shape):
+    if not isinstance(value, torch.Tensor):
+        advice = f": pass torch.as_tensor({name})" if hasattr(value, "__array__") else ""
+        raise InvalidInputError(f"{name} is {_short(value)}; expected a torch tensor {shape}{advice}.")
+
+
+def _embeddings(torch, embeddings, attention, batch, length):
     """The pair for the layer's type."""
     if isinstance(embeddings, Mapping):
         layer_type = "sliding_attention" if attention.is_sliding else "full_attention"
@@ -343,6 +416,7 @@ def _embeddings(embeddings, attention, batch, length):
     if not isinstance(embeddings, Sequence) or len(embeddings) != 2:
         raise InvalidInputError(f"position_embeddings is {_short(embeddings)}; expected (cos, sin), or a dict of them.")
     for name, array in zip(("cos", "sin"), embeddings, strict=True):
+        _need_tensor(torch, f"{name} of position_embeddings", array, f"[{batch}, {length}, {attention.head_dim}]")
         if tuple(array.shape) not in ((batch, length, attention.head_dim), (1, length, attention.head_dim)):
             raise InvalidInputError(
                 f"{name} of position_embeddings has the shape {tuple(array.shape)}; expected "
@@ -351,7 +425,7 @@ def _embeddings(embeddings, attention, batch, length):
     return tuple(embeddings)
 
 
-def _prepare(cache, indices, window, start, states):
+def _prepare(torch, cache, indices, window, start, states):
     """Make the cache layers ready to take the keys from `start` on, or say why they cannot."""
     cache_utils = need("transformers.cache_utils", "prefill_forward")
     if not isinstance(cache, cache_utils.StaticCache):
@@ -384,9 +458,10 @@ def _prepare(cache, indices, window, start, states):
         given, began = _kind(states), _kind(each.keys) if each.is_initialized else None
         if began not in (None, given) and not widen:
             raise InvalidInputError(
-                f"hidden_states has {given}, and cache layer {index} began with {began}: use a new cache."
+                "hidden_states has batch {} of {} on {}, ".format(*given)
+                + "and cache layer {} began with batch {} of {} on {}: use a new cache.".format(index, *began)
             )
-        held = int(each.get_seq_length()) if start else 0
+        held = _length(each) if start else 0
         if start > held:
             raise InvalidInputError(
                 f"position_ids start at {start}, and cache layer {index} holds {held} positions; run prefill_forward over "
@@ -398,8 +473,9 @@ def _prepare(cache, indices, window, start, states):
                 f"position_ids start at {start}, and cache layer {index} keeps only the last {each.max_cache_len} of "
                 f"{held} positions; expected {held}, {held - 1} or 0."
             )
-        plan.append((index, widen, rolled and start == held - 1))
-    for index, widen, roll_back in plan:
+        plan.append((index, widen, rolled and start == held - 1, start == held > 0))
+    stale = []
+    for index, widen, roll_back, ready in plan:
         if widen:
             cache.layers[index] = cache_utils.StaticLayer(max_cache_len=full_length)
             continue
@@ -410,21 +486,57 @@ def _prepare(cache, indices, window, start, states):
             elif roll_back:
                 # The newest is to be written again: with it in front, the next update rolls it out instead of the oldest.
                 array.copy_(array.roll(1, dims=-2))
-        _set_length(each, start)
+        if not ready:
+            stale += _set_length(each, start)
+    for count in stale[:1]:
+        count.fill_(start)
+    if stale[1:]:  # in one kernel for all of them
+        torch._foreach_copy_(stale[1:], stale[:1] * len(stale[1:]))
 
 
 def _kind(array):
-    return f"batch {array.shape[0]} of {array.dtype} on {array.device}"
+    return array.shape[0], array.dtype, array.device
+
+
+# Transformers counts what a cache layer holds in a tensor, in an int, in both, or (full layers in 4.x) not at all: then it
+# looks which keys are not 0.
+
+
+def _counts(cache_layer):
+    names = ("cumulative_length_int", "cumulative_length")
+    return {name: getattr(cache_layer, name) for name in names if hasattr(cache_layer, name)}
+
+
+def _length(cache_layer):
+    """How many positions a cache layer holds."""
+    if not cache_layer.is_initialized:
+        return 0
+    counts = _counts(cache_layer)
+    for count in counts.values():
+        if isinstance(count, int):
+            return count
+    notes = _notes(counts.get("cumulative_length", cache_layer.keys))
+    if "length" not in notes:
+        notes["length"] = int(cache_layer.get_seq_length())
+    return notes["length"]
+
+
+def _note_length(cache_layer, length):
+    """Remember what was written, as reading the tensor that counts it would wait for the device."""
+    counts = _counts(cache_layer)
+    if not any(isinstance(count, int) for count in counts.values()):
+        _notes(counts.get("cumulative_length", cache_layer.keys))["length"] = length
 
 
 def _set_length(cache_layer, length):
-    """Transformers counts what a cache layer holds in a tensor, in an int, in both, or (full layers in 4.x) not at all."""
-    for name in ("cumulative_length", "cumulative_length_int"):
-        count = getattr(cache_layer, name, None)
+    """Set the count where it is an int; returns the tensors that are to be set as well."""
+    tensors = []
+    for name, count in _counts(cache_layer).items():
         if isinstance(count, int):
             setattr(cache_layer, name, length)
-        elif count is not None:
-            count.fill_(length)
+        elif cache_layer.is_initialized:
+            tensors.append(count)
+    return tensors
 
 
 def _keys_seen(cache_layer, start, length):
@@ -437,10 +549,33 @@ def _keys_seen(cache_layer, start, length):
     return start - room + 1, room - 1 + length
 
 
-def _mask(torch, start, length, first, keys, window, states, implementation):
+_KEPT_MASK = 2**26
+"""Bytes of the largest mask that outlives its call: a larger one costs more in memory than in time."""
+
+
+def _masks_of(position_ids, start):
+    """The masks that calls with this tensor have made: those of one step live as long as its positions."""
+    notes = _notes(position_ids)
+    if notes.get("start") != start:  # a tensor may share its memory with something else that writes
+        notes |= {"start": start, "masks": {}}
+    return notes["masks"]
+
+
+def _mask(torch, made, start, length, first, keys, window, states, implementation):
     """Which keys each query sees; None where SDPA's own causal path says the same, as only that has fused kernels."""
     if implementation == "sdpa" and start == first and length > 1 and (window is None or length <= window):
         return None
+    name = first, keys, window, implementation, states.dtype, states.device
+    mask = made.get(name)
+    if mask is None:
+        with torch.inference_mode(False):  # autograd takes it then in a later call, too
+            mask = _new_mask(torch, start, length, first, keys, window, states, implementation)
+        if mask.nbytes <= _KEPT_MASK:
+            made[name] = mask
+    return mask
+
+
+def _new_mask(torch, start, length, first, keys, window, states, implementation):
     query = torch.arange(start, start + length, device=states.device)[:, None]
     key = torch.arange(first, first + keys, device=states.device)
     seen = key <= query
@@ -469,13 +604,17 @@ def _positions(start, stop, batch_size, device):
 
 
 def _count(name, value, least=1):
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or isinstance(value, bool) or count < least:
+    count = _integer(value)
+    if count is None or count < least:
         raise InvalidInputError(f"{name} is {value!r}; expected an integer of at least {least}.")
     return count
+
+
+def _integer(value):
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _short(value):

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ejkernel.kernels._triton.call import interpreting
 from ejkernel.kernels.varying import vary_over, varying_axes
-from ejkernel.ops.core.checks import Checker, is_concrete
+from ejkernel.ops.core.checks import Checker, is_array, is_concrete
 from ejkernel.ops.core.context import surroundings
 from ejkernel.ops.core.device import DeviceInfo, describe
 
@@ -129,6 +130,8 @@ def _operands(check: Checker, given: dict[str, tuple[str, Any]], dtypes: tuple[s
     """The arguments as JAX arrays of one dtype that vary over the same mesh axes; ``given`` has their expected shapes."""
     arrays: list[Array] = []
     for name, (shape, value) in given.items():
+        if is_array(value) and not isinstance(value, jax.Array) and not _is_numpy_dtype(value.dtype):
+            check.fail(name, value, f"a JAX or numpy array {shape}: pass jnp.from_dlpack({name})")
         check.array(name, value, shape, ranks=(shape.count(",") + 1,), kinds=(jnp.floating,))
         array = value if isinstance(value, jax.Array) else jnp.asarray(value)
         if array.dtype.name not in dtypes:
@@ -138,6 +141,14 @@ def _operands(check: Checker, given: dict[str, tuple[str, Any]], dtypes: tuple[s
         arrays.append(array)
     axes = varying_axes(*arrays)
     return [vary_over(array, axes) for array in arrays]
+
+
+def _is_numpy_dtype(dtype: Any) -> bool:
+    try:
+        np.dtype(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 def _checked_block(

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from ejkernel.utils.profiling import get_memory_usage
 
 __all__ = ["Measurement", "measure"]
 
+DEFAULT_SECONDS = 0.2
 STABLE = 0.02  # the half-width of the median's 95 % confidence interval, relative to the median
 FEWEST_SAMPLES = 5
 # The shortest sample, in ms. A clock is read in 0.1 µs and a host's result is waited for in 1 µs; waiting for a device takes
@@ -52,8 +54,9 @@ class Measurement:
         p10_ms: the 10th percentile.
         p90_ms: the 90th percentile.
         runs: the timed runs.
-        compile_ms: tracing and compiling a jitted function, with JAX's caches as they were; of any other function, by how
-            much the first call took longer than the median.
+        compile_ms: tracing and compiling a jitted function, with JAX's caches on disk as they were; None if this process had
+            compiled it for these arguments before. Of any other function, by how much the first call took longer than the
+            median.
         cold_ms: the time of a run that finds nothing of its input in the caches of a GPU; None elsewhere.
         peak_memory_bytes: the most memory that a run takes on top of what was in use before it: its results and temporaries.
             The compiler's plan for a jitted function; else what the device's allocator saw, or on a CPU the process.
@@ -90,7 +93,7 @@ def measure(
     fn: Callable[..., Any],
     *args: Any,
     vjp: bool = False,
-    min_seconds: float = 0.2,
+    min_seconds: float | None = None,
     max_seconds: float = 2.0,
     **kwargs: Any,
 ) -> Measurement:
@@ -106,49 +109,71 @@ def measure(
         *args: its arguments.
         vjp: time the backward too: the pullback alone, jitted for JAX. The floating-point arrays among the arguments (and a
             torch module's parameters) are differentiated, the floating-point results get a cotangent of ones.
-        min_seconds: the least time to spend on timed runs.
+        min_seconds: the least time to spend on timed runs: 0.2, or `max_seconds` if that is less.
         max_seconds: the most, as far as whole runs allow; the backward has the same budget again.
         **kwargs: more arguments.
 
     Raises:
-        InvalidInputError: for a function that cannot be called, an impossible budget, or `vjp` without a floating-point
-            argument or result. What the function raises comes through, with a note on the run.
+        InvalidInputError: for a function that cannot be called, or cannot be called again because it donates its arguments,
+            for an impossible budget, or `vjp` without a floating-point argument or result, which ends it before the timed
+            runs. What the function raises comes through, with a note on the run.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> found = measure(jax.jit(jnp.sin), jnp.ones(8), vjp=True, min_seconds=0.001, max_seconds=0.01)
+        >>> found = measure(jax.jit(lambda x: jnp.sin(x)), jnp.ones(8), vjp=True, min_seconds=0.001, max_seconds=0.01)
         >>> found.min_ms <= found.median_ms <= found.p90_ms, found.compile_ms > 0, found.backward.runs > 0
         (True, True, True)
     """
     check_callable(fn)
-    if not (0 <= min_seconds <= max_seconds < math.inf and max_seconds > 0):
-        raise InvalidInputError(
-            f"min_seconds is {min_seconds!r} and max_seconds is {max_seconds!r}; expected numbers with "
-            "0 <= min_seconds <= max_seconds and max_seconds > 0: change one of them."
-        )
-    budget = (min_seconds * 1e3, max_seconds * 1e3)
+    budget = _budget(min_seconds, max_seconds)
     if not vjp:
         return _measure(fn, args, kwargs, budget, "run")
-    pullback = _pullback(fn, args, kwargs)
-    forward = _measure(fn, args, kwargs, budget, "run")
+    pullback, check = _pullback(fn, args, kwargs)
+    forward = _measure(fn, args, kwargs, budget, "run", check)
     backward, operands = pullback()
     return dataclasses.replace(forward, backward=_measure(backward, operands, {}, budget, "backward run"))
 
 
+def _budget(min_seconds: Any, max_seconds: Any) -> tuple[float, float]:
+    """The least and the most time, in milliseconds."""
+    given = [max_seconds] if min_seconds is None else [min_seconds, max_seconds]
+    numbers = all(isinstance(seconds, Real) and not isinstance(seconds, bool) for seconds in given)
+    least = min(DEFAULT_SECONDS, max_seconds) if numbers and min_seconds is None else min_seconds
+    if not numbers or not (0 <= least <= max_seconds < math.inf and max_seconds > 0):
+        raise InvalidInputError(
+            f"min_seconds is {min_seconds!r} and max_seconds is {max_seconds!r}; expected numbers with "
+            "0 <= min_seconds <= max_seconds and max_seconds > 0: change one of them."
+        )
+    return float(least) * 1e3, float(max_seconds) * 1e3
+
+
 def _measure(
-    fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], budget: tuple[float, float], what: str
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    budget: tuple[float, float],
+    what: str,
+    check: Callable[[Any], None] = lambda out: None,
 ) -> Measurement:
-    call = functools.partial(fn, *args, **kwargs)
+    """`check` is shown what `fn` returns, or for a jitted function the shapes of it, as soon as that is known."""
+    call = caller(fn, args, kwargs)
+    jitted = isinstance(fn, jax.stages.Wrapped)
     compile_ms = peak = None
-    if isinstance(fn, jax.stages.Wrapped):
+    if jitted:
         start = time.perf_counter()
-        program = run(lambda: fn.lower(*args, **kwargs).compile(), 1, "compilation", Places((), ()))
-        compile_ms = (time.perf_counter() - start) * 1e3
+        with _compilations() as compiled:
+            lowered = run(lambda: fn.lower(*args, **kwargs), 1, "compilation", Places((), ()))
+            check(lowered.out_info)
+            program = run(lowered.compile, 1, "compilation", Places((), ()))
+        if compiled:
+            compile_ms = (time.perf_counter() - start) * 1e3
         peak = _planned_bytes(program)
     start = time.perf_counter()
     out = run(call, 1, f"the first {what},", None)
     first_ms = (time.perf_counter() - start) * 1e3
     where = places(args, kwargs, out)
+    if not jitted:
+        check(out)
     del out
 
     samples, batch = _samples(call, where, budget, what)
@@ -164,17 +189,51 @@ def _measure(
         p10_ms=float(np.percentile(samples, 10)),
         p90_ms=float(np.percentile(samples, 90)),
         runs=len(samples) * batch,
-        compile_ms=max(first_ms - median, 0.0) if compile_ms is None else compile_ms,
+        compile_ms=compile_ms if jitted else max(first_ms - median, 0.0),
         cold_ms=cold_ms,
         peak_memory_bytes=peak,
         flags=(*flags, *problem),
     )
 
 
+@contextlib.contextmanager
+def _compilations() -> Iterator[list[str]]:
+    """Collects an item for each program that XLA is asked for: none if JAX has it in memory."""
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        if "backend_compile" in event:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def check_callable(fn: Any) -> None:
     """Refuse what cannot be called."""
     if not callable(fn):
         raise InvalidInputError(f"fn is {fn!r} ({type(fn).__name__}); expected a function: pass it without calling it.")
+
+
+def caller(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """`fn` with its arguments, to be called again and again; a failure because one has been deleted is explained."""
+
+    def call() -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            arrays = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, jax.Array))
+            if "deleted" in str(error) and any(array.is_deleted() for array in arrays):
+                raise InvalidInputError(
+                    "fn cannot be repeated: an array among its arguments has been deleted, as fn donates it (donate_argnums "
+                    "or donate_argnames of jax.jit) or as it was donated before; pass a function that does not donate."
+                ) from error
+            raise
+
+    return call
 
 
 # --- where a function computes, and waiting for it -------------------------------------------------------------------
@@ -226,7 +285,8 @@ def places(*trees: Any) -> Places:
     on_torch, on_jax = {}, {}  # dicts keep the order
     for leaf in leaves(trees):
         if isinstance(leaf, jax.Array):
-            on_jax |= dict.fromkeys(sorted(leaf.devices(), key=lambda device: device.id))
+            # A deleted array, which a function has donated, still has its sharding.
+            on_jax |= dict.fromkeys(sorted(leaf.sharding.device_set, key=lambda device: device.id))
         elif hasattr(leaf, "block_until_ready"):  # an array that JAX can wait for, but of which it knows no more
             on_jax[_HOST] = None
         elif torch and isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta"):
@@ -574,8 +634,15 @@ def _observed_bytes(call: Callable[[], Any], where: Places, what: str) -> int | 
 # --- the backward ------------------------------------------------------------------------------------------------------------
 
 
-def _pullback(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[[], tuple[Callable[..., Any], tuple]]:
-    """Checks the arguments; what it returns runs the forward once, and gives the pullback and its operands."""
+class Pullback(NamedTuple):
+    """`prepare` runs the forward once and gives the pullback and its operands; `check` refuses a result without floats."""
+
+    prepare: Callable[[], tuple[Callable[..., Any], tuple]]
+    check: Callable[[Any], None]
+
+
+def _pullback(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Pullback:
+    """Checks the arguments."""
     torch = sys.modules.get("torch")
     if torch and (isinstance(fn, torch.nn.Module) or any(isinstance(x, torch.Tensor) for x in leaves((args, kwargs)))):
         return _torch_pullback(torch, fn, args, kwargs)
@@ -583,6 +650,7 @@ def _pullback(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[[],
     chosen = [index for index, value in enumerate(values) if _is_float_array(value)]
     if not chosen:
         raise _nothing_to_differentiate("argument", "pass a floating-point array")
+    no_result = _nothing_to_differentiate("result", "time it with vjp=False")
 
     def floats(inputs: list[jax.Array]) -> list[jax.Array]:
         merged = list(values)
@@ -594,13 +662,18 @@ def _pullback(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[[],
     def prepare() -> tuple[Callable[..., Any], tuple]:
         outputs, pull = jax.vjp(floats, [values[index] for index in chosen])
         if not outputs:
-            raise _nothing_to_differentiate("result", "time it with vjp=False")
+            raise no_result
         return jax.jit(lambda pull, cotangents: pull(cotangents)), (pull, [jnp.ones_like(x) for x in outputs])
 
-    return prepare
+    def check(out: Any) -> None:
+        dtypes = (getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(out))
+        if not any(isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+            raise no_result
+
+    return Pullback(prepare, check)
 
 
-def _torch_pullback(torch: Any, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[[], tuple]:
+def _torch_pullback(torch: Any, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Pullback:
     inputs: list[Any] = []
 
     def differentiable(leaf: Any) -> Any:
@@ -625,7 +698,10 @@ def _torch_pullback(torch: Any, fn: Callable[..., Any], args: tuple, kwargs: dic
         pull = functools.partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
         return pull, (outputs, inputs, cotangents)
 
-    return prepare
+    def check(out: Any) -> None:
+        prepare()  # a tensor made without gradients does not show whether it could be differentiated
+
+    return Pullback(prepare, check)
 
 
 def _is_float_array(value: Any) -> bool:

@@ -94,7 +94,7 @@ def plot_roofline(
         peak_flops: its peak in TFLOPS, of the dtype that the operations compute in.
         peak_bandwidth: its memory bandwidth in TB/s.
         operations: names to arithmetic intensities in FLOPs/Byte, drawn on the roof, or to pairs of intensity and
-            achieved TFLOPS, drawn where they are with their share of the roof.
+            achieved TFLOPS, drawn where they are with their share of the roof; a dict or a pandas Series.
         x_range: limits of the intensities.
         y_range: limits of the TFLOPS.
         title: instead of the GPU's name.
@@ -291,13 +291,18 @@ def plot_flash_attn_improvement(
 # --- arguments ----------------------------------------------------------------------------------------------
 
 
+def _brief(value: Any) -> str:
+    """A value in an error: in one line, whatever it is."""
+    return " ".join(reprlib.repr(value).split())
+
+
 def _positive(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not 0 < number < math.inf:
-        raise InvalidInputError(f"{name} is {reprlib.repr(value)}; pass a positive, finite number")
+        raise InvalidInputError(f"{name} is {_brief(value)}; pass a positive, finite number")
     return number
 
 
@@ -305,7 +310,7 @@ def _pair(name: str, value: Any, what: str) -> tuple[float, float]:
     try:
         first, second = value
     except (TypeError, ValueError):
-        raise InvalidInputError(f"{name} is {reprlib.repr(value)}; pass a pair {what}") from None
+        raise InvalidInputError(f"{name} is {_brief(value)}; pass a pair {what}") from None
     return _positive(f"{name}[0]", first), _positive(f"{name}[1]", second)
 
 
@@ -314,23 +319,22 @@ def _limits(name: str, value: Any) -> tuple[float, float] | None:
         return None
     low, high = _pair(name, value, "(min, max)")
     if not low < high:
-        raise InvalidInputError(f"{name} is {value!r}; pass the smaller limit first")
+        raise InvalidInputError(f"{name} is {_brief(value)}; pass the smaller limit first")
     return low, high
 
 
 def _operation_points(operations: Any) -> list[tuple[str, float, float | None]]:
     if operations is None:
         return []
-    if not isinstance(operations, Mapping):
-        raise InvalidInputError(
-            f"operations is {reprlib.repr(operations)}; pass a dict of names to FLOPs/Byte, or None"
-        )
-    if not operations:
+    if not callable(getattr(operations, "items", None)):  # a Mapping or a pandas Series
+        raise InvalidInputError(f"operations is {_brief(operations)}; pass a dict of names to FLOPs/Byte, or None")
+    named = list(operations.items())
+    if not named:
         raise InvalidInputError("operations is empty; pass at least one, or None to draw none")
     points = []
-    for name, value in operations.items():
+    for name, value in named:
         where = f"operations[{name!r}]"
-        if isinstance(value, tuple | list | np.ndarray):
+        if isinstance(value, tuple | list) or getattr(value, "ndim", 0):
             points.append((str(name), *_pair(where, value, "(FLOPs/Byte, achieved TFLOPS)")))
         else:
             points.append((str(name), _positive(where, value), None))
@@ -344,7 +348,7 @@ def _numbers(name: str, values: Any, *, missing: bool = False, zero: bool = Fals
     except (TypeError, ValueError):
         array = np.array(math.nan)
     if array.ndim != 1:
-        raise InvalidInputError(f"{name} is {reprlib.repr(values)}; pass a list of numbers")
+        raise InvalidInputError(f"{name} is {_brief(values)}; pass a list of numbers")
     if not array.size:
         raise InvalidInputError(f"{name} is empty; pass at least one number")
     good = np.isfinite(array) & ((array >= 0) if zero else (array > 0)) | (missing & np.isnan(array))
@@ -369,7 +373,7 @@ def _columns(**columns: Any) -> list[np.ndarray]:
 
 def _column_pair(name: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise InvalidInputError(f"{name} is {value!r}; pass two column names: standard, flash")
+        raise InvalidInputError(f"{name} is {_brief(value)}; pass two column names: standard, flash")
     return tuple(value)
 
 
@@ -388,7 +392,7 @@ def _axes_of(ax: Any) -> Axes:
     if ax is None:
         return _figure(1, 1)[1]
     if not isinstance(ax, need("matplotlib.axes", "a plot").Axes):
-        raise InvalidInputError(f"ax is {reprlib.repr(ax)}; pass one matplotlib Axes, or None for a new figure")
+        raise InvalidInputError(f"ax is {_brief(ax)}; pass one matplotlib Axes, or None for a new figure")
     set_style()
     return ax
 
@@ -398,7 +402,7 @@ def _two_axes(ax: Any) -> tuple[Figure, np.ndarray]:
     kind = need("matplotlib.axes", "a plot").Axes
     if len(axes) != 2 or not all(isinstance(one, kind) for one in axes) or axes[0].figure is not axes[1].figure:
         raise InvalidInputError(
-            f"ax is {reprlib.repr(ax)}; pass two matplotlib Axes of one figure, [latency_ax, memory_ax], "
+            f"ax is {_brief(ax)}; pass two matplotlib Axes of one figure, [latency_ax, memory_ax], "
             "or None for a new figure"
         )
     set_style()
@@ -592,7 +596,12 @@ def _annotate_roof(ax: Axes, flops: float, bandwidth: float, intensities: list[f
     if left < ridge < right and bottom < flops < top:
         ax.plot([ridge, ridge], [bottom, flops], color=_INK, linewidth=0.8, linestyle=(0, (1, 2)))
         ax.plot([ridge], [flops], "o", color=_INK, zorder=4)
-        ax.annotate(f"ridge point: {_short(ridge)} FLOPs/Byte", (ridge, flops), xytext=(-2, 5), **above)
+        text = f"ridge point: {_short(ridge)} FLOPs/Byte"
+        label = ax.annotate(text, (ridge, flops), xytext=(-2, 5), **above, in_layout=False)
+        root = ax.figure.canvas.figure
+        root.draw_without_rendering()  # the layout moves the axes, and only then is it known what sticks out
+        outside = (ax.get_window_extent().x0 - label.get_window_extent().x0) * 72 / root.dpi
+        label.xyann = (max(-2, outside), 5)
     if ridge < right and bottom < flops < top:
         ax.annotate(f"{_short(flops)} TFLOPS", (right, flops), xytext=(-2, 4), **above, color=_GREY)
     start, end = max(left, bottom / bandwidth), min(right, ridge, top / bandwidth)
