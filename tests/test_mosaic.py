@@ -1,0 +1,235 @@
+"""Flash attention in Pallas Mosaic GPU: in JAX's interpreter, compiled for Hopper without one, and on a GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import bound
+from tolerances import assert_close
+
+from ejkernel import FwdParams, UnsupportedError, explain, flash_attention, kernel_registry
+from ejkernel.kernels._pallas.gpu import flash_attention as mosaic
+
+JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
+OPERATION = kernel_registry.operation("flash_attention")
+X = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+H200 = {"device": "nvidia-h200", "platform": "pallas"}
+
+
+def inputs(batch=1, q_len=160, kv_len=160, heads=2, kv_heads=1, dim=64, value_dim=None, dtype="bfloat16"):
+    rng = np.random.default_rng(q_len + kv_len + dim)
+    shapes = (batch, q_len, heads, dim), (batch, kv_len, kv_heads, dim), (batch, kv_len, kv_heads, value_dim or dim)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+IDS = np.repeat([[1, 2, 0, 3]], 1, 0).repeat([50, 30, 20, 60], 1).astype(np.int32)
+CUTS = np.array([0, 70, 70, 150], np.int32)
+CALLS = {
+    "plain": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "more keys": ({"q_len": 90, "kv_len": 333, "batch": 2}, {"causal": True}),
+    "more queries": ({"q_len": 203, "kv_len": 75}, {"causal": True}),
+    "short": ({"q_len": 1, "kv_len": 9}, {}),
+    "window": ({"kv_heads": 2}, {"causal": True, "sliding_window": (40, 0)}),
+    "two-sided window": ({}, {"sliding_window": (20, 33)}),
+    "soft cap": ({}, {"causal": True, "logits_soft_cap": 2.0}),
+    "negative scale": ({}, {"softmax_scale": -0.2}),
+    "sinks": ({}, {"causal": True, "softmax_aux": np.array([[0.5], [2.0]], np.float32)}),
+    "segments": ({}, {"causal": True, "q_segment_ids": IDS, "kv_segment_ids": IDS}),
+    "packed": ({}, {"causal": True, "cum_seqlens_q": CUTS, "cum_seqlens_k": CUTS}),
+    "value dim": ({"dim": 96, "value_dim": 64, "dtype": "float16"}, {"causal": True}),
+}
+
+
+def run(arrays, options, params=None, **more):
+    """The kernel itself, on what the operation prepares for it."""
+    query, key, value = arrays
+    options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    call, _ = bound(query, key, value, **options)
+    arguments = OPERATION.signature.bind(query, key, value, **options)
+    arguments.apply_defaults()
+    prepared = OPERATION.prepare(OPERATION.normalise(dict(arguments.arguments)), call.spec)
+    params = params or mosaic.PallasFlashAttention.defaults(prepared, call.spec, None, "forward")
+    return mosaic.forward(prepared, call.spec, params, **more)
+
+
+def check(arrays, options, found):
+    out, lse = found
+    exact = [np.asarray(x, np.float64) for x in arrays]
+    expected, expected_lse = oracle.attention(*exact, **options)
+    assert_close(out, expected, str(out.dtype), what="out")
+    assert_close(lse, expected_lse, "bfloat16", what="lse")
+
+
+@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
+@pytest.mark.parametrize("name", CALLS)
+def test_interpreted(name, capfd):
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    shape, options = CALLS[name]
+    arrays = inputs(**shape)
+    params = FwdParams(q_blocksize=128, kv_blocksize=64, num_warps=8, num_stages=2)
+    found = run(arrays, options, params, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    check(arrays, options, jax.block_until_ready(found))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
+@pytest.mark.parametrize("consumers", [1, 3])
+def test_interpreted_with_other_warpgroups(consumers, capfd):
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    arrays = inputs(q_len=200, kv_len=200)
+    params = FwdParams(q_blocksize=64 * consumers, kv_blocksize=64, num_warps=4 * consumers, num_stages=3)
+    found = run(arrays, {"causal": True}, params, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    check(arrays, {"causal": True}, jax.block_until_ready(found))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("cpu", "needs a GPU, the device is a CPU"),
+        ("nvidia-a100", "needs capability 90 to 90, nvidia-a100 has 80"),
+        ("nvidia-b200", "needs capability 90 to 90, nvidia-b200 has 100"),
+        ("amd-mi300x", "needs a device of nvidia, this is amd-mi300x"),
+        ("tpu-v6e", "needs a GPU, the device is a TPU"),
+    ],
+)
+def test_only_hopper(device, reason):
+    candidates = explain("flash_attention", X, X, X, device=device).candidates
+    assert next(c for c in candidates if c.platform.value == "pallas").reasons == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("options", "dim", "dtype", "reason"),
+    [
+        ({"bias": jax.ShapeDtypeStruct((1, 4, 256, 256), jnp.bfloat16)}, 64, "bfloat16", "bias is not supported"),
+        ({"attention_mask": jax.ShapeDtypeStruct((1, 256), jnp.bool_)}, 64, "bfloat16", "attention_mask is not supported"),
+        ({"dropout_prob": 0.1, "dropout_seed": 3}, 64, "bfloat16", "dropout_prob is not supported"),
+        ({}, 64, "float32", "dtype float32 is not supported"),
+        ({}, 72, "bfloat16", "head dim 72 is not a multiple of 16"),
+        ({}, 272, "bfloat16", "head dim 272 is above 256"),
+    ],
+)  # fmt: skip
+def test_refusals(options, dim, dtype, reason):
+    x = jax.ShapeDtypeStruct((1, 256, 4, dim), dtype)
+    explained = explain("flash_attention", x, x, x, **options, **H200)
+    assert explained.chosen is None
+    assert any(reason in r for c in explained.candidates if c.platform.value == "pallas" for r in c.reasons)
+
+
+def test_gradients_are_another_s():
+    """Pinned, a gradient is refused by name; not pinned, the backward is some other implementation's."""
+    from ejkernel import target
+
+    def loss(x, platform):
+        return flash_attention(x, x, x, platform=platform).astype(jnp.float32).sum()
+
+    with target("nvidia-h200"), pytest.raises(UnsupportedError, match="gradient"):
+        jax.eval_shape(jax.grad(lambda x: loss(x, "pallas")), X)
+
+
+# Compiled for Hopper, without one
+
+COMPILED = """
+import os, re, sys, glob, json
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+sys.path.insert(0, {tests!r})
+import test_mosaic as t
+topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=t.HOPPER, topology="1x1x2")
+sharding = SingleDeviceSharding(topology.devices[0])
+for dims in {dims!r}:
+    for name in {names!r}:
+        shape, options = t.CALLS[name]
+        arrays = t.inputs(**{{**shape, "dim": dims[0], "value_dim": dims[1], "dtype": "bfloat16"}})
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+        jax.jit(lambda q, k, v: t.run((q, k, v), options)).lower(*shapes).compile()
+        reports = glob.glob(os.path.join(os.environ["MOSAIC_GPU_DUMP_TO"], "*.ptxas"))
+        text = "".join(open(path).read() for path in reports)
+        print("SPILLS", dims, name, re.findall(r"([0-9]+) bytes spill", text))
+        for path in reports:
+            os.remove(path)
+"""
+HOPPER = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def _plugin():
+    try:
+        return version("jax-cuda13-plugin") == jax.__version__
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
+@pytest.mark.parametrize(
+    ("dims", "names"),
+    [
+        ([(64, 64), (96, 96)], ["causal", "sinks"]),
+        ([(128, 128)], ["plain", "causal", "segments"]),
+        ([(128, 128)], ["packed", "soft cap"]),
+        ([(192, 128), (256, 256)], ["causal"]),
+    ],
+    ids=str,
+)
+def test_nothing_spills(dims, names, tmp_path):
+    """In a process of its own: the compiler reports to a folder that the environment names when it is loaded."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
+    }
+    script = COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=names)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    told = re.findall(r"SPILLS (.*?) \[(.*)\]", result.stdout)
+    assert len(told) == len(dims) * len(names)
+    for what, spills in told:
+        assert spills, f"no report of {what}"
+        assert set(re.findall(r"\d+", spills)) == {"0"}, (what, spills)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_on_a_gpu(name, dim):
+    refused = explain("flash_attention", X, X, X, platform="pallas").chosen is None
+    if refused:
+        pytest.skip("needs a Hopper GPU")
+    shape, options = CALLS[name]
+    arrays = inputs(**{**shape, "dim": dim, "value_dim": None, "dtype": "bfloat16"})
+    found = [flash_attention(*arrays, **options, return_lse=True, platform="pallas") for _ in range(2)]
+    check(arrays, options, found[0])
+    assert all(bool((a == b).all()) for a, b in zip(*found, strict=True))
