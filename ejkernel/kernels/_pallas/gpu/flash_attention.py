@@ -144,8 +144,8 @@ kernel_registry.register(
     "flash_attention",
     Platform.PALLAS,
     Backend.GPU,
-    # Below Triton's: it runs where it is pinned or was measured to be faster.
-    priority=4,
+    # Below all others: it runs where it is pinned or was measured to be faster.
+    priority=-1,
     support=Support(
         # The instructions that it is made of (wgmma) are Hopper's alone.
         devices=cuda(90, 90),
