@@ -118,8 +118,8 @@ def test_only_hopper(device, reason):
         ({"attention_mask": jax.ShapeDtypeStruct((1, 256), jnp.bool_)}, 64, "bfloat16", "attention_mask is not supported"),
         ({"dropout_prob": 0.1, "dropout_seed": 3}, 64, "bfloat16", "dropout_prob is not supported"),
         ({}, 64, "float32", "dtype float32 is not supported"),
-        ({}, 72, "bfloat16", "head dim 72 is not a multiple of 16"),
-        ({}, 272, "bfloat16", "head dim 272 is above 256"),
+        ({}, 72, "bfloat16", "head dim 72 is not a multiple of 64"),
+        ({}, 320, "bfloat16", "head dim 320 is above 256"),
     ],
 )  # fmt: skip
 def test_refusals(options, dim, dtype, reason):

@@ -134,6 +134,15 @@ def plan_walk(ranges: Ranges, step: int, batch_tile: int, always_masked: bool) -
     return Walk(begin, end, head, full, steps - head - full)
 
 
+def table(plan: Walk, always_masked: bool = False) -> tuple[jax.Array, bool, bool]:
+    """A plan as ``[batch tiles or 1, blocks, 4]``: begin, head, full, tail; whether any step is unmasked, whether any is masked."""
+    xp = np if isinstance(plan.begin, np.ndarray) else jnp
+    steps = xp.stack([plan.begin, plan.head, plan.full, plan.tail], -1).astype(np.int32)
+    if xp is np:
+        return jnp.asarray(steps), bool(plan.full.any()), bool((plan.head + plan.tail).any())
+    return steps, not always_masked, True
+
+
 def walk(plan: Walk, tile, block, step: int, length: int, full_step: Callable, masked_step: Callable, carry):
     """Run the steps of one block; a masked step is told where to load and which positions count."""
 

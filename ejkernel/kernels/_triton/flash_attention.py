@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ejkernel.kernels import dropout, visibility
@@ -283,12 +282,7 @@ class _Problem:
         if always_masked:
             # Wide loads of a mask's or a bias's rows want aligned columns.
             ranges = ranges._replace(begin=ranges.begin // ALIGNED * ALIGNED)
-        plan = visibility.plan_walk(ranges, step, 1, always_masked)
-        xp = np if isinstance(plan.begin, np.ndarray) else jnp
-        walks = xp.stack([plan.begin, plan.head, plan.full, plan.tail], -1).astype(np.int32)
-        if xp is np:
-            return jnp.asarray(walks), bool(plan.full.any()), bool((plan.head + plan.tail).any())
-        return walks, not always_masked, True
+        return visibility.table(visibility.plan_walk(ranges, step, 1, always_masked), always_masked)
 
     def constants(self, full: bool, partial: bool, **more: bool) -> Any:
         from ejkernel.kernels._triton.flash_pieces import Constants
