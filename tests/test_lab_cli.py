@@ -291,7 +291,12 @@ cli.main()
 @pytest.mark.parametrize("command", SLOW)
 def test_a_signal_ends_it_cleanly(command):
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW[command]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLOW[command]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background of a shell ignores interrupts, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "timing\n"
     process.send_signal(signal.SIGINT)
