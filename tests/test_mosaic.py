@@ -93,6 +93,40 @@ def test_interpreted_with_other_warpgroups(consumers, capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [FwdParams(), FwdParams(q_blocksize=1), FwdParams(kv_blocksize=10_000, num_stages=9), FwdParams(num_warps=1),
+     FwdParams(q_blocksize=512, num_warps=64, kv_blocksize=192), *mosaic.DEFAULTS.values()], ids=str)  # fmt: skip
+def test_parameters_are_clipped(params, dims):
+    rows, consumers, step, stages = mosaic.tiles(params, *dims)
+    assert rows in (64, 128)
+    assert consumers in (1, 2, 3)
+    assert step in (64, 128, 192, 256)
+    assert stages >= 1
+    output = 0 if dims[0] == dims[1] else dims[1]
+    assert 2 * (consumers * rows * (dims[0] + output) + stages * step * sum(dims)) < 232448
+
+
+def test_parameters_that_fit_are_kept():
+    for dim, default in mosaic.DEFAULTS.items():
+        rows, consumers, step, stages = mosaic.tiles(default, dim, dim)
+        kept = {"q_blocksize": rows * consumers, "kv_blocksize": step, "num_warps": 4 * consumers, "num_stages": stages}
+        assert default == FwdParams(**kept)
+
+
+@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
+def test_parameters_never_change_the_meaning(capfd):
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    arrays = inputs(dim=256)
+    params = FwdParams(q_blocksize=1, kv_blocksize=10_000, num_stages=9)
+    assert mosaic.tiles(params, 256, 256)[3] == 1
+    found = run(arrays, {"causal": True}, params, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    check(arrays, {"causal": True}, jax.block_until_ready(found))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
 # What it refuses
 
 

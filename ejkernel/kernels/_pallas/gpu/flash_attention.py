@@ -19,6 +19,10 @@ from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 WARPS_A_GROUP = 4
 TILE_ROWS = 8
+# Blocks are multiples of this, the rows of a warpgroup's product and the keys that the second product reads at once.
+SIDE = 64
+# What a program of Hopper may have, less what barriers and reductions take.
+SHARED_MEMORY = 232448 - 3072
 # By the wider of the two head dims: queries of a program, keys a step, warps that compute, slots of the ring. Nothing spills.
 DEFAULTS = {
     64: FwdParams(q_blocksize=192, kv_blocksize=128, num_warps=12, num_stages=4),
@@ -40,8 +44,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
 
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     q_len, kv_len, heads = query.shape[1], key.shape[1], query.shape[2]
-    consumers = (params.num_warps or 8) // WARPS_A_GROUP
-    rows, step = (params.q_blocksize or 128) // consumers, params.kv_blocksize or 64
+    rows, consumers, step, stages = tiles(params, query.shape[3], value.shape[3])
     walks, full, partial = _walks(arrays, spec, rows * consumers, step)
     left, right = spec.window
     shift = kv_len - q_len
@@ -62,7 +65,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         rows=rows,
         consumers=consumers,
         step=step,
-        stages=params.num_stages or 2,
+        stages=stages,
         heads=heads,
         group=heads // key.shape[2],
         dim=query.shape[3],
@@ -81,6 +84,34 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     )
     out, lse = flash_forward.call(c, *map(_in_eights, (query, key, value)), walks, optional, interpret=interpret)
     return out[:, :q_len], lse[..., :q_len]
+
+
+def tiles(params: FwdParams, dim: int, value_dim: int) -> tuple[int, int, int, int]:
+    """Rows of a warpgroup, warpgroups, keys a step and slots: what was asked for, clipped to what the kernel and the chip take.
+
+    Example:
+        >>> tiles(FwdParams(q_blocksize=1, kv_blocksize=10_000, num_warps=64), 128, 128)
+        (64, 3, 256, 1)
+    """
+    consumers = min(3, max(1, (params.num_warps or 8) // WARPS_A_GROUP))
+    rows = SIDE * (1 + ((params.q_blocksize or 0) >= 2 * SIDE * consumers))
+    step = min(4 * SIDE, max(SIDE, (params.kv_blocksize or SIDE) // SIDE * SIDE))
+    stages = max(1, params.num_stages or 2)
+
+    def fits() -> bool:
+        own = dim if value_dim == dim else dim + value_dim  # the output takes the query's place if it can
+        halves = consumers * rows * own + stages * step * (dim + value_dim)
+        return 2 * halves + 4 * consumers * rows <= SHARED_MEMORY
+
+    while not fits() and stages > 1:
+        stages -= 1
+    while not fits() and step > SIDE:
+        step -= SIDE
+    if not fits():
+        rows = SIDE
+    while not fits():
+        consumers -= 1
+    return rows, consumers, step, stages
 
 
 def _in_eights(x: Array) -> Array:
