@@ -30,6 +30,7 @@ def inputs(batch=1, q_len=160, kv_len=160, heads=2, kv_heads=1, dim=64, value_di
 
 
 IDS = np.repeat([[1, 2, 0, 3]], 1, 0).repeat([50, 30, 20, 60], 1).astype(np.int32)
+LONELY = np.repeat([[7, 1]], 1, 0).repeat([130, 30], 1).astype(np.int32)
 CUTS = np.array([0, 70, 70, 150], np.int32)
 CALLS = {
     "plain": ({}, {}),
@@ -41,11 +42,24 @@ CALLS = {
     "two-sided window": ({}, {"sliding_window": (20, 33)}),
     "soft cap": ({}, {"causal": True, "logits_soft_cap": 2.0}),
     "negative scale": ({}, {"softmax_scale": -0.2}),
+    "no scale": ({}, {"causal": True, "softmax_scale": 0.0}),
     "sinks": ({}, {"causal": True, "softmax_aux": np.array([[0.5], [2.0]], np.float32)}),
+    "high sinks": (
+        {"q_len": 203, "kv_len": 75},
+        {"causal": True, "softmax_aux": np.array([[60.0], [-60.0]], np.float32)},
+    ),
     "segments": ({}, {"causal": True, "q_segment_ids": IDS, "kv_segment_ids": IDS}),
+    "segments without keys": ({}, {"q_segment_ids": LONELY, "kv_segment_ids": np.ones_like(LONELY)}),
     "packed": ({}, {"causal": True, "cum_seqlens_q": CUTS, "cum_seqlens_k": CUTS}),
-    "value dim": ({"dim": 96, "value_dim": 64, "dtype": "float16"}, {"causal": True}),
+    "float16": ({"dtype": "float16"}, {"causal": True}),
+    "value dim": ({"dim": 192, "value_dim": 128}, {"causal": True}),
+    "wider value dim": ({"dim": 64, "value_dim": 128, "dtype": "float16"}, {"causal": True}),
 }
+
+
+def parameters(*sizes):
+    names = "q_blocksize", "kv_blocksize", "num_warps", "num_stages"
+    return FwdParams(**dict(zip(names, sizes, strict=True)))
 
 
 def run(arrays, options, params=None, **more):
@@ -68,63 +82,74 @@ def check(arrays, options, found):
     assert_close(lse, expected_lse, "bfloat16", what="lse")
 
 
-@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
-@pytest.mark.parametrize("name", CALLS)
-def test_interpreted(name, capfd):
+def interpreted(arrays, options, params, capfd):
+    """In JAX's interpreter, with an eye on races, against float64."""
+    if JAX < (0, 11):
+        pytest.skip("jax has no interpreter of Mosaic GPU before 0.11")
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    shape, options = CALLS[name]
-    arrays = inputs(**shape)
-    params = FwdParams(q_blocksize=128, kv_blocksize=64, num_warps=8, num_stages=2)
     found = run(arrays, options, params, interpret=plgpu.InterpretGPUParams(detect_races=True))
     check(arrays, options, jax.block_until_ready(found))
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
-@pytest.mark.parametrize("consumers", [1, 3])
-def test_interpreted_with_other_warpgroups(consumers, capfd):
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    arrays = inputs(q_len=200, kv_len=200)
-    params = FwdParams(q_blocksize=64 * consumers, kv_blocksize=64, num_warps=4 * consumers, num_stages=3)
-    found = run(arrays, {"causal": True}, params, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    check(arrays, {"causal": True}, jax.block_until_ready(found))
-    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+@pytest.mark.parametrize("name", CALLS)
+def test_interpreted(name, capfd):
+    shape, options = CALLS[name]
+    interpreted(inputs(**shape), options, FwdParams(q_blocksize=128, kv_blocksize=64, num_warps=8, num_stages=2), capfd)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [(64, 64, 4, 3), (192, 64, 12, 3), (192, 16, 12, 2), (128, 80, 8, 2), (128, 176, 8, 2)]
+)
+def test_interpreted_with_other_tiles(tile, capfd):
+    interpreted(inputs(q_len=200, kv_len=395), {"causal": True}, parameters(*tile), capfd)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("direction", ["rising", "falling", "alternating"])
+def test_maxima_far_apart(direction, dtype, capfd):
+    """Logits of a row range over hundreds: the reference is moved often, never, or by some rows of a warp only."""
+    query, key, value = inputs(kv_len=400, dtype=dtype)
+    place = np.linspace(0.1, 12, 400)
+    place = {"rising": place, "falling": place[::-1], "alternating": place * (-1) ** (np.arange(400) // 40)}[direction]
+    arrays = query, key * jnp.asarray(place[:, None, None], dtype), value
+    interpreted(arrays, {"causal": True}, parameters(128, 48, 8, 2), capfd)
+
+
+def test_a_window_that_leaves_blocks_without_keys(capfd):
+    """Of 300 queries the first 225 look at keys before the first one."""
+    options = {"sliding_window": (10, 0)}
+    interpreted(inputs(q_len=300, kv_len=75), options, parameters(128, 64, 8, 2), capfd)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 192), (256, 256)], ids=str)
 @pytest.mark.parametrize(
     "params",
     [FwdParams(), FwdParams(q_blocksize=1), FwdParams(kv_blocksize=10_000, num_stages=9), FwdParams(num_warps=1),
-     FwdParams(q_blocksize=512, num_warps=64, kv_blocksize=192), *mosaic.DEFAULTS.values()], ids=str)  # fmt: skip
+     FwdParams(num_warps=64, kv_blocksize=192), FwdParams(kv_blocksize=1, num_stages=1),
+     *mosaic.DEFAULTS.values()], ids=str)  # fmt: skip
 def test_parameters_are_clipped(params, dims):
-    rows, consumers, step, stages = mosaic.tiles(params, *dims)
-    assert rows in (64, 128)
+    consumers, step, stages = mosaic.tiles(params, *dims)
     assert consumers in (1, 2, 3)
-    assert step in (64, 128, 192, 256)
-    assert stages >= 1
+    assert step in range(16, 257, 16)
+    assert stages >= 2
     output = 0 if dims[0] == dims[1] else dims[1]
-    assert 2 * (consumers * rows * (dims[0] + output) + stages * step * sum(dims)) < 232448
+    assert 2 * (64 * consumers * (dims[0] + output) + stages * step * sum(dims)) < 232448
 
 
 def test_parameters_that_fit_are_kept():
-    for dim, default in mosaic.DEFAULTS.items():
-        rows, consumers, step, stages = mosaic.tiles(default, dim, dim)
-        kept = {"q_blocksize": rows * consumers, "kv_blocksize": step, "num_warps": 4 * consumers, "num_stages": stages}
-        assert default == FwdParams(**kept)
+    shipped = [(dim, p) for table in (mosaic.DEFAULTS, mosaic.DEFAULTS_SEGMENTS) for dim, p in table.items()]
+    shipped += [(dim, parameters(*sizes)) for dim, space in mosaic.SPACE.items() for sizes in space]
+    for dim, params in shipped:
+        consumers, step, stages = mosaic.tiles(params, dim, dim)
+        assert params == parameters(64 * consumers, step, 4 * consumers, stages)
 
 
-@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
 def test_parameters_never_change_the_meaning(capfd):
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    arrays = inputs(dim=256)
     params = FwdParams(q_blocksize=1, kv_blocksize=10_000, num_stages=9)
-    assert mosaic.tiles(params, 256, 256)[3] == 1
-    found = run(arrays, {"causal": True}, params, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    check(arrays, {"causal": True}, jax.block_until_ready(found))
-    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+    assert mosaic.tiles(params, 256, 256) == (2, 80, 2)
+    interpreted(inputs(dim=256), {"causal": True}, params, capfd)
 
 
 # What it refuses
@@ -163,15 +188,17 @@ def test_refusals(options, dim, dtype, reason):
     assert any(reason in r for c in explained.candidates if c.platform.value == "pallas" for r in c.reasons)
 
 
-def test_gradients_are_another_s():
-    """Pinned, a gradient is refused by name; not pinned, the backward is some other implementation's."""
+def test_gradients_are_its_own():
+    """Pinned, a call is differentiated by its own backward; a gradient that it has not is refused by name."""
     from ejkernel import target
 
-    def loss(x, platform):
-        return flash_attention(x, x, x, platform=platform).astype(jnp.float32).sum()
+    def loss(x, bias):
+        return flash_attention(x, x, x, bias=bias, platform="pallas").astype(jnp.float32).sum()
 
-    with target("nvidia-h200"), pytest.raises(UnsupportedError, match="gradient"):
-        jax.eval_shape(jax.grad(lambda x: loss(x, "pallas")), X)
+    with target("nvidia-h200"):
+        assert jax.eval_shape(jax.grad(lambda x: loss(x, None)), X).shape == X.shape
+        with pytest.raises(UnsupportedError, match="bias"):
+            jax.eval_shape(jax.grad(loss, 1), X, jnp.zeros((1, 1, X.shape[1], X.shape[1])))
 
 
 # Compiled for Hopper, without one
@@ -185,17 +212,20 @@ sys.path.insert(0, {tests!r})
 import test_mosaic as t
 topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=t.HOPPER, topology="1x1x2")
 sharding = SingleDeviceSharding(topology.devices[0])
-for dims in {dims!r}:
-    for name in {names!r}:
-        shape, options = t.CALLS[name]
-        arrays = t.inputs(**{{**shape, "dim": dims[0], "value_dim": dims[1], "dtype": "bfloat16"}})
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
-        jax.jit(lambda q, k, v: t.run((q, k, v), options)).lower(*shapes).compile()
-        reports = glob.glob(os.path.join(os.environ["MOSAIC_GPU_DUMP_TO"], "*.ptxas"))
-        text = "".join(open(path).read() for path in reports)
-        print("SPILLS", dims, name, re.findall(r"([0-9]+) bytes spill", text))
-        for path in reports:
-            os.remove(path)
+for dims, name, tile in {jobs!r}:
+    shape, options = t.CALLS[name]
+    # Masked and unmasked steps; the plain call has whole steps only.
+    whole = 8 * (tile or (0, t.mosaic.DEFAULTS[max(dims)].kv_blocksize))[1] if name == "plain" else 1000
+    long = {{}} if name in ("segments", "packed") else {{"q_len": whole, "kv_len": whole}}
+    arrays = t.inputs(**{{**shape, **long, "dim": dims[0], "value_dim": dims[1], "dtype": "bfloat16"}})
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+    params = tile and t.parameters(*tile)
+    jax.jit(lambda q, k, v: t.run((q, k, v), options, params)).lower(*shapes).compile()
+    reports = glob.glob(os.path.join(os.environ["MOSAIC_GPU_DUMP_TO"], "*.ptxas"))
+    text = "".join(open(path).read() for path in reports)
+    print("SPILLS", dims, name, tile, re.findall(r"([0-9]+) bytes spill", text))
+    for path in reports:
+        os.remove(path)
 """
 HOPPER = """
 gpu_device_info {
@@ -219,18 +249,24 @@ def _plugin():
 
 
 @pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
-@pytest.mark.parametrize(
-    ("dims", "names"),
-    [
-        ([(64, 64), (96, 96)], ["causal", "sinks"]),
-        ([(128, 128)], ["plain", "causal", "segments"]),
-        ([(128, 128)], ["packed", "soft cap"]),
-        ([(192, 128), (256, 256)], ["causal"]),
-    ],
-    ids=str,
-)
-def test_nothing_spills(dims, names, tmp_path):
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("what", ["defaults", "masks that are data", "space", "others"])
+def test_nothing_spills(dim, what, tmp_path):
     """In a process of its own: the compiler reports to a folder that the environment names when it is loaded."""
+    default = mosaic.DEFAULTS[dim]
+    others = {64: (96, 96), 128: (64, 128), 256: (192, 128)}
+    jobs = {
+        "defaults": [(dim, "plain"), (dim, "causal")],
+        "masks that are data": [(dim, "segments"), (dim, "packed")],
+        "space": [
+            (dim, name, sizes)
+            for sizes in mosaic.SPACE[dim]
+            if parameters(*sizes) != default
+            for name in ("plain", "causal")
+        ],
+        "others": [(dim, "soft cap"), (dim, "sinks"), (dim, "two-sided window"), (others[dim], "causal")],
+    }[what]
+    jobs = [((x, x) if isinstance(x, int) else x, name, *(tile or (None,))) for x, name, *tile in jobs]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -240,13 +276,13 @@ def test_nothing_spills(dims, names, tmp_path):
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_TO": str(tmp_path),
     }
-    script = COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=names)
+    script = COMPILED.format(tests=os.path.dirname(__file__), jobs=jobs)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600
     )
     assert result.returncode == 0, result.stderr[-2000:]
     told = re.findall(r"SPILLS (.*?) \[(.*)\]", result.stdout)
-    assert len(told) == len(dims) * len(names)
+    assert len(told) == len(jobs)
     for what, spills in told:
         assert spills, f"no report of {what}"
         assert set(re.findall(r"\d+", spills)) == {"0"}, (what, spills)
@@ -263,7 +299,7 @@ def test_on_a_gpu(name, dim):
     if refused:
         pytest.skip("needs a Hopper GPU")
     shape, options = CALLS[name]
-    arrays = inputs(**{**shape, "dim": dim, "value_dim": None, "dtype": "bfloat16"})
+    arrays = inputs(**{"dim": dim, **shape})
     found = [flash_attention(*arrays, **options, return_lse=True, platform="pallas") for _ in range(2)]
     check(arrays, options, found[0])
     assert all(bool((a == b).all()) for a, b in zip(*found, strict=True))

@@ -18,6 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+# The arrays of a call that decide which pairs count.
+BY_DATA = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_start"})
+
 
 class Ranges(NamedTuple):
     """For each batch entry (or one for all) and block, ``[batch or 1, blocks]`` each."""

@@ -17,8 +17,8 @@ from jax import Array
 
 from ejkernel.kernels import dropout, visibility
 from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
-from ejkernel.kernels._triton.flash_blocks import BY_DATA, candidates, default, padded, widest
-from ejkernel.kernels._xla.flash_attention import sink_gradient
+from ejkernel.kernels._triton.flash_blocks import candidates, default, padded, widest
+from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
 from ejkernel.kernels.intervals import intervals
 from ejkernel.ops.core.device import DeviceInfo
 from ejkernel.ops.core.registry import kernel_registry
@@ -69,16 +69,7 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, Array]:
     """The wanted gradients, from the residuals ``(out, lse)``."""
-    finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
-    # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
-    slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1).swapaxes(1, 2) - dlse
-    # A row that sees nothing has no gradient, whatever its cotangents are.
-    slope = jnp.where(lse == -jnp.inf, 0, slope)
-    if "softmax_aux" not in arrays and BY_DATA & arrays.keys():
-        # Such a row may hold NaN, and the kernels sum over rows.
-        gone = (lse == -jnp.inf).swapaxes(1, 2)[..., None]
-        arrays = {**arrays, "query": jnp.where(gone, 0, arrays["query"])}
-        dout = jnp.where(gone, 0, dout)
+    dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays = _without_unseen(arrays, spec)
     residuals = [dout, finite_lse * LOG2E, slope]
     grads = _key_gradients(arrays, spec, params, residuals, wanted & {"key", "value"})

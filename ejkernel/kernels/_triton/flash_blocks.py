@@ -6,10 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.kernels import visibility
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-
-# Arrays that decide what is visible.
-BY_DATA = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_start"})
 
 # Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
 # (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one
@@ -133,7 +131,7 @@ def widest(shapes: dict[str, Any]) -> int:
 
 def _load(shapes: dict[str, Any], spec: Any) -> int:
     """Which of a generation's tiles: see the tables."""
-    deciding = len(BY_DATA & shapes.keys())
+    deciding = len(visibility.BY_DATA & shapes.keys())
     shaping = (spec.logits_soft_cap is not None) + bool(spec.dropout_prob)
     if deciding + shaping > 1 or (deciding and "softmax_aux" in shapes):
         return 3

@@ -161,6 +161,22 @@ def backward(
     return grads
 
 
+def softmax_residuals(arrays: dict[str, Array], out: Array, lse: Array, dout: Array, dlse: Array):
+    """What a backward needs of each row: its cotangent, its finite lse, the slope of its softmax; and the arrays.
+
+    The slope is what the softmax's normalisation and the lse's cotangent take off: d logits = weights (d weights - slope). A
+    row that sees nothing has no gradient, whatever its cotangents are; where data decides which rows those are, they are
+    zeros in what is returned, since they may hold NaN, and kernels sum over rows.
+    """
+    gone = lse == -jnp.inf
+    slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1).swapaxes(1, 2) - dlse
+    if "softmax_aux" not in arrays and visibility.BY_DATA & arrays.keys():
+        rows = gone.swapaxes(1, 2)[..., None]
+        arrays = {**arrays, "query": jnp.where(rows, 0, arrays["query"])}
+        dout = jnp.where(rows, 0, dout)
+    return dout, jnp.where(gone, 0, lse), jnp.where(gone, 0, slope), arrays
+
+
 def sink_gradient(sinks: Array, finite_lse: Array, slope: Array) -> Array:
     """Of the sinks' log-sum-exp ``[B|1, H]``: what their share of each row's weight, ``[B, H, Sq]``, takes off."""
     share = jnp.where(sinks[..., None] == -jnp.inf, 0, jnp.exp(sinks[..., None] - finite_lse))

@@ -1,32 +1,54 @@
 """The forward kernel: one producer warpgroup feeds keys and values through shared memory, the others compute.
 
-A program owns a block of queries of one head; each computing warpgroup owns an equal part of its rows. The producer walks
-the keys that the block needs and copies them by TMA into a ring of ``stages`` slots. A consumer step is
+A program owns a block of queries of one head; each computing warpgroup owns 64 of its rows. The producer walks the keys
+that the block needs and copies them by TMA into a ring of ``stages`` slots. A consumer is half a step ahead of itself:
 
-    S = Q·Kᵀ (wgmma)  →  softmax in registers  →  O += P·V (wgmma, P from registers)
+    start S = Q·Kᵀ of this step, start O += P·V of the step before
+    wait for S; P = softmax(S) in registers, while P·V runs
+    wait for O; scale it where the softmax moved its reference
 
-Two consumers take turns at the tensor cores: the ``turn`` barrier lets one's products run while the other is busy with its
-softmax. Every barrier has one meaning: ``ready`` says that a slot holds data, ``free`` that everybody has read it.
+Every barrier has one meaning. ``k_ready`` and ``v_ready``: a slot holds data. ``k_free`` and ``v_free``: all consumers have
+read it. ``q_ready``: a consumer's queries are there. ``turn``: a consumer may start its products; two that take turns do
+their softmax at different times, so that the tensor cores always have work.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+
+# The module; the package has a function of that name.
+_wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 
 LOG2E = math.log2(math.e)
-# The index that ``plgpu.load`` wants before jax 0.11, and warns of since.
-_WHOLE = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
-# Where the running maximum starts. Finite, so that a row without a visible key meets no inf - inf.
+# The index that ``plgpu.load`` wants before jax 0.11, warns of since, and knows no more in 0.12.
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_WHOLE = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
+# Rows of a warpgroup: those of one product.
+ROWS = 64
+# Keys of one instruction of P·V.
+CHUNK = 16
+# Where the reference starts. Finite, so that a row without a visible key meets no inf - inf.
 LOWEST = -1e30
+# A row's weights are 2**(logit - reference). The reference cancels in the output and the lse, so any will do that keeps
+# weights in range: it follows the maximum only when that is more than this above. Then weights are at most 2**8, far under
+# float16's 65504, and at least one was 1 when the reference was taken; sums are in float32. Most steps scale nothing.
+GROWTH = 8.0
+# By consumers. Four warpgroups of 128 threads share 65536 registers.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 24, 3: 32}
 
@@ -36,25 +58,25 @@ class Forward:
     """Everything static about a forward.
 
     Attributes:
-        rows: queries of one consumer warpgroup.
-        consumers: how many of those a program has.
-        step: keys of one step of the walk.
-        stages: slots of the ring.
-        heads, group: query heads, and how many of them share a key head.
+        consumers: computing warpgroups of a program, each with 64 queries.
+        step: keys of one step of the walk, a multiple of 16.
+        stages: slots of the ring, two at least: a consumer waits for the next keys before it frees the last values.
+        turn: whether consumers start their products in turns.
+        group: query heads that share a key head.
         dim, value_dim: of a head.
         scale, cap: of the logits; a cap of 0 is none.
         left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or None.
         kv_len: the number of keys.
         packed, segments, sinks: which optional arrays there are.
-        full, partial: whether any step is without a mask, whether any has one.
-        interpreted: run in JAX's interpreter, which knows no products with a left operand in registers.
+        head, full, tail: whether any walk has masked steps at first, unmasked ones, masked ones at last.
+        interpreted: run in JAX's interpreter, which knows no products with a left operand in registers, and nothing of
+            Mosaic GPU's own terms: products then wait at once, and P goes through shared memory.
     """
 
-    rows: int
     consumers: int
     step: int
     stages: int
-    heads: int
+    turn: bool
     group: int
     dim: int
     value_dim: int
@@ -66,8 +88,9 @@ class Forward:
     packed: bool
     segments: bool
     sinks: bool
+    head: bool
     full: bool
-    partial: bool
+    tail: bool
     interpreted: bool = False
 
     @property
@@ -76,23 +99,65 @@ class Forward:
         return self.scale > 0 and not self.cap
 
 
+class Shared(NamedTuple):
+    """Shared memory and barriers of a program; the output takes the queries' place where it fits."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    p: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    turn: Any
+
+
+class Walk(NamedTuple):
+    """What a program computes: ``steps`` of keys from ``begin``; from ``full`` on and before ``tail`` they need no mask."""
+
+    batch: Any
+    head: Any
+    block: Any
+    begin: Any
+    full: Any
+    tail: Any
+    steps: Any
+
+
 def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, interpret: Any = False):
-    """The output ``[B, Sq, H, Dv]``, and the lse ``[B, H, blocks · rows]`` of all rows that the blocks have."""
+    """The output ``[B, Sq, H, Dv]``, and the lse ``[B, H, blocks · rows]`` of all rows that the blocks have.
+
+    ``walks``: ``[B|1, blocks, 4]``, see ``visibility.table``; no block has fewer than one step.
+    """
     batch, q_len, heads, _ = query.shape
     blocks = walks.shape[1]
     names = tuple(optional)
+    inputs = 4 + len(names)
 
     def entry(*refs):
-        inputs, (out_ref, lse_ref, *scratch) = refs[: 4 + len(names)], refs[4 + len(names) :]
-        _program(c, blocks, *inputs[:4], dict(zip(names, inputs[4:], strict=True)), out_ref, lse_ref, *scratch)
+        q_ref, k_ref, v_ref, walks_ref, *more = refs[:inputs]
+        out_ref, lse_ref, *scratch = refs[inputs:]
+        shared, walk = Shared(*scratch), _walk(c, walks_ref, blocks)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == c.consumers)
+        def _():
+            _produce(c, shared, walk, k_ref, v_ref)
+
+        @pl.when(warpgroup < c.consumers)
+        def _():
+            _consume(c, shared, walk, warpgroup, q_ref, dict(zip(names, more, strict=True)), out_ref, lse_ref)
 
     run = plgpu.kernel(
         entry,
         out_type=(
             jax.ShapeDtypeStruct((batch, q_len, heads, c.value_dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, blocks * c.consumers * c.rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, blocks * c.consumers * ROWS), jnp.float32),
         ),
-        scratch_types=_scratch(c, query.dtype),
+        scratch_types=list(_shared(c, query.dtype)),
         grid=(heads, blocks, batch),
         grid_names=("head", "block", "batch"),
         num_threads=c.consumers + 1,
@@ -105,173 +170,195 @@ def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, inte
     return run(query, key, value, walks, *optional.values())
 
 
-def _scratch(c: Forward, dtype) -> list[Any]:
+def _swizzle(width: int) -> int:
+    """Bytes: the widest swizzle that divides a row of 16-bit elements."""
+    return min(128, (width * 2) & -(width * 2))
+
+
+def _transforms(width: int) -> tuple[Any, ...]:
+    swizzle = _swizzle(width)
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+
+
+def _shared(c: Forward, dtype) -> Shared:
     def tile(*shape):
-        swizzle = min(128, (shape[-1] * 2) & -(shape[-1] * 2))  # the widest that divides a row
-        transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
+        return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1]))
 
-    ring = plgpu.Barrier(num_arrivals=1, num_barriers=c.stages)
+    filled = plgpu.Barrier(num_arrivals=1, num_barriers=c.stages)
     freed = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages)
-    return [
-        tile(c.consumers, c.rows, c.dim),
-        tile(c.stages, c.step, c.dim),
-        tile(c.stages, c.step, c.value_dim),
-        tile(c.consumers, c.rows, c.value_dim) if c.value_dim != c.dim else None,
-        plgpu.SMEM((c.consumers, c.rows), jnp.float32),
-        plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers),
-        ring,
-        ring,
-        freed,
-        freed,
-        plgpu.Barrier(num_arrivals=c.consumers, num_barriers=1),
-        tile(c.consumers, c.rows, c.step) if c.interpreted else None,
-    ]
+    one_each = plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers)
+    return Shared(
+        q=tile(c.consumers, ROWS, c.dim),
+        k=tile(c.stages, c.step, c.dim),
+        v=tile(c.stages, c.step, c.value_dim),
+        out=tile(c.consumers, ROWS, c.value_dim) if c.value_dim != c.dim else None,
+        p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
+        q_ready=one_each,
+        k_ready=filled,
+        v_ready=filled,
+        k_free=freed,
+        v_free=freed,
+        turn=one_each if c.turn else None,
+    )
 
 
-def _program(c: Forward, blocks, q_ref, k_ref, v_ref, walks_ref, optional, out_ref, lse_ref,
-             q_smem, k_smem, v_smem, out_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turn, p_smem):  # fmt: skip
+def _walk(c: Forward, walks_ref, blocks: int) -> Walk:
     head, batch = lax.axis_index("head"), lax.axis_index("batch")
     # The last blocks see the most keys where the future is hidden: they go first.
     block = blocks - 1 - lax.axis_index("block")
-    warpgroup = lax.axis_index("warpgroup")
     own = batch if walks_ref.shape[0] > 1 else 0
-    begin, masked_first, unmasked, masked_last = (walks_ref[own, block, i] for i in range(4))
-    steps = masked_first + unmasked + masked_last
+    begin, *counts = (walks_ref[own, block, i] for i in range(4))
+    # What never happens is a constant: it takes no register.
+    full, unmasked, masked = (x if ever else 0 for x, ever in zip(counts, (c.head, c.full, c.tail), strict=True))
+    return Walk(batch, head, block, begin, full, full + unmasked, full + unmasked + masked)
 
-    @pl.when(warpgroup == c.consumers)
-    def _produce():
-        plgpu.set_max_registers(PRODUCER_REGISTERS[c.consumers], action="decrease")
-        kv_head = lax.div(head, jnp.int32(c.group))
 
-        def load(i, wait):
-            slot = lax.rem(i, jnp.int32(c.stages))
-            keys = (batch, pl.ds(begin + i * c.step, c.step), kv_head)
-            for source, target, ready, free in ((k_ref, k_smem, k_ready, k_free), (v_ref, v_smem, v_ready, v_free)):
-                if wait:
-                    plgpu.barrier_wait(free.at[slot])
-                plgpu.copy_gmem_to_smem(source.at[keys], target.at[slot], ready.at[slot])
+def _produce(c: Forward, shared: Shared, walk: Walk, k_ref, v_ref):
+    plgpu.set_max_registers(PRODUCER_REGISTERS[c.consumers], action="decrease")
+    kv_head = lax.div(walk.head, jnp.int32(c.group))
 
-        def first(i, _):
-            load(i, wait=False)
-
-        def later(i, _):
-            load(i, wait=True)
-
-        head_start = jnp.minimum(steps, c.stages)
-        lax.fori_loop(0, head_start, first, None)
-        lax.fori_loop(head_start, steps, later, None)
-
-        # Every slot is waited for as often as it was filled, so that no program ends with barriers in flight.
-        def drain(i, _):
-            slot = lax.rem(i, jnp.int32(c.stages))
-            plgpu.barrier_wait(k_free.at[slot])
-            plgpu.barrier_wait(v_free.at[slot])
-
-        lax.fori_loop(steps - head_start, steps, drain, None)
-
-    @pl.when(warpgroup < c.consumers)
-    def _consume():
-        plgpu.set_max_registers(CONSUMER_REGISTERS[c.consumers], action="increase")
-        row0 = block * (c.consumers * c.rows) + warpgroup * c.rows
-        q_own = q_smem.at[warpgroup]
-        plgpu.copy_gmem_to_smem(q_ref.at[batch, pl.ds(row0, c.rows), head], q_own, q_ready.at[warpgroup])
-        plgpu.barrier_wait(q_ready.at[warpgroup])
-
-        by_row = plgpu.Layout.WGMMA.reduce(1)
-        top = plgpu.layout_cast(jnp.full((c.rows,), LOWEST, jnp.float32), by_row)
-        total = plgpu.layout_cast(jnp.zeros((c.rows,), jnp.float32), by_row)
-        acc = plgpu.layout_cast(jnp.zeros((c.rows, c.value_dim), jnp.float32), plgpu.Layout.WGMMA)
-
-        take_turns = c.consumers == 2
-
-        def swap():
-            """Let the other have the tensor cores, and wait until they are ours."""
-            if take_turns:
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(turn)
-
-        def step(i, carry, *, masked: bool):
-            acc, top, total = carry
-            slot = lax.rem(i, jnp.int32(c.stages))
-            plgpu.barrier_wait(k_ready.at[slot])
-            s = _scores(c, q_own, k_smem.at[slot], swap)
-            plgpu.barrier_arrive(k_free.at[slot])
-            s = _logits(c, s)
-            if masked:
-                s = jnp.where(_visible(c, optional, batch, row0, begin + i * c.step), s, -jnp.inf)
-            factor = c.scale * LOG2E if c.folds else 1.0
-            new_top = jnp.maximum(top, s.max(axis=1) * factor)
-            decay = jnp.exp2(top - new_top)
-            p = jnp.exp2(s * factor - lax.broadcast_in_dim(new_top, s.shape, [0]))
-            total = total * decay + p.sum(axis=1)
-            acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-            p16 = p.astype(v_smem.dtype)
-            acc, total, new_top, p16 = lax.optimization_barrier((acc, total, new_top, p16))
-            if take_turns:
-                plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_ready.at[slot])
-            if take_turns:
-                plgpu.barrier_wait(turn)
-            acc = _mixed(c, acc, p16, v_smem.at[slot], p_smem if p_smem is None else p_smem.at[warpgroup])
-            plgpu.barrier_arrive(v_free.at[slot])
-            return acc, new_top, total
-
-        pl.when(warpgroup == 1)(swap)
-        carry = acc, top, total
-        for count, first, masked, ever in (
-            (masked_first, 0, True, c.partial),
-            (unmasked, masked_first, False, c.full),
-            (masked_last, masked_first + unmasked, True, c.partial),
+    def load(i, wait):
+        slot = lax.rem(i, jnp.int32(c.stages))
+        keys = (walk.batch, pl.ds(walk.begin + i * c.step, c.step), kv_head)
+        for source, target, ready, free in (
+            (k_ref, shared.k, shared.k_ready, shared.k_free),
+            (v_ref, shared.v, shared.v_ready, shared.v_free),
         ):
-            if ever:
-                carry = lax.fori_loop(
-                    first, first + count, lambda i, x, masked=masked: step(i, x, masked=masked), carry
-                )
-        pl.when(warpgroup == 0)(swap)
-        acc, top, total = carry
+            if wait:
+                plgpu.barrier_wait(free.at[slot])
+            plgpu.copy_gmem_to_smem(source.at[keys], target.at[slot], ready.at[slot])
 
-        if c.sinks:
-            sinks = optional["sinks"]
-            sink = sinks[batch if sinks.shape[0] > 1 else 0, head] * LOG2E
-            new_top = jnp.maximum(top, sink)
-            decay = jnp.exp2(top - new_top)
-            acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-            total, top = total * decay + jnp.exp2(sink - new_top), new_top
-        some = total > 0
-        inverse = jnp.where(some, 1.0 / total, 0.0)
-        lse_smem.at[warpgroup][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
-        target = (q_smem if out_smem is None else out_smem).at[warpgroup]
-        target[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(target, out_ref.at[batch, pl.ds(row0, c.rows), head])
-        plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[batch, head, pl.ds(row0, c.rows)])
-        plgpu.wait_smem_to_gmem(0)
+    def first(i, _):
+        load(i, wait=False)
+
+    def later(i, _):
+        load(i, wait=True)
+
+    head_start = jnp.minimum(walk.steps, c.stages)
+    lax.fori_loop(0, head_start, first, None)
+    lax.fori_loop(head_start, walk.steps, later, None)
+
+    # Every slot is waited for as often as it was filled, so that no program ends with barriers in flight.
+    def drain(i, _):
+        slot = lax.rem(i, jnp.int32(c.stages))
+        plgpu.barrier_wait(shared.k_free.at[slot])
+        plgpu.barrier_wait(shared.v_free.at[slot])
+
+    lax.fori_loop(walk.steps - head_start, walk.steps, drain, None)
 
 
-def _scores(c: Forward, q, k, swap):
-    """``[rows, step]``: products of queries and keys."""
+def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional, out_ref, lse_ref):
+    plgpu.set_max_registers(CONSUMER_REGISTERS[c.consumers], action="increase")
+    batch, head, steps = walk.batch, walk.head, walk.steps
+    row0 = (walk.block * c.consumers + warpgroup) * ROWS
+    q = shared.q.at[warpgroup]
+    p_smem = shared.p.at[warpgroup] if c.interpreted else None
+    plgpu.copy_gmem_to_smem(q_ref.at[batch, pl.ds(row0, ROWS), head], q, shared.q_ready.at[warpgroup])
+    plgpu.barrier_wait(shared.q_ready.at[warpgroup])
+    other = lax.rem(warpgroup + 1, jnp.int32(c.consumers))
 
-    def products(acc):
-        plgpu.wgmma(acc, q, k.transpose((1, 0)))
-        swap()
-        return acc[...]
+    def slot(i):
+        return lax.rem(i, jnp.int32(c.stages))
 
-    return pl.run_scoped(products, plgpu.ACC((c.rows, c.step), jnp.float32))
+    def my_turn():
+        if c.turn:
+            plgpu.barrier_wait(shared.turn.at[warpgroup])
 
+    def your_turn():
+        if c.turn:
+            plgpu.barrier_arrive(shared.turn.at[other])
 
-def _mixed(c: Forward, acc, p16, v, p_smem):
-    """``acc + p16 · v``."""
-    if not c.interpreted:
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, p16, v))(plgpu.ACC.init(acc))
-    p_smem[...] = p16
+    def next_keys(i):
+        """Wait for the keys of the next step.
+
+        It stands between the exponentials and the wait for P·V: ptxas moves that wait to the front of its block of
+        instructions, and would have the exponentials wait too, were there no branch between.
+        """
+
+        @pl.when(i + 1 < steps)
+        def _():
+            plgpu.barrier_wait(shared.k_ready.at[slot(i + 1)])
+
+    def softmax(s, i, top, total, masked: bool):
+        """Weights of a step, the reference, by what earlier terms change with it, and the sum of weights so far.
+
+        A row that has seen nothing keeps ``LOWEST``: its logits are -inf, which is not above, and its weights 0. Its
+        first visible key takes the reference from there, and what was summed before, zeros, is multiplied by 0.
+        """
+        s = _logits(c, s)
+        if masked:
+            s = _masked(c, s, optional, batch, row0, walk.begin + i * c.step)
+        factor = c.scale * LOG2E if c.folds else 1.0
+        high = s.max(axis=1) * factor
+        new_top = jnp.where(high > top + GROWTH, high, top)
+        decay = jnp.exp2(top - new_top)
+        p = jnp.exp2(s * factor - lax.broadcast_in_dim(new_top, s.shape, [0]))
+        return p, new_top, decay, total * decay + p.sum(axis=1)
+
+    def step(i, carry, masked: bool):
+        acc, top, total, p16 = carry
+        now, before = slot(i), slot(i - 1)
+        my_turn()
+        s = _start_scores(c, q, shared.k.at[now])
+        plgpu.barrier_wait(shared.v_ready.at[before])
+        acc = _start_mixed(c, acc, p16, shared.v.at[before], p_smem)
+        your_turn()
+        (s,) = _settled(c, 1, s)
+        plgpu.barrier_arrive(shared.k_free.at[now])
+        p, top, decay, total = lax.optimization_barrier(softmax(s, i, top, total, masked))
+        next_keys(i)
+        acc, p = _settled(c, 0, acc, p)
+        plgpu.barrier_arrive(shared.v_free.at[before])
+        return _scaled(c, acc, decay), top, total, p.astype(shared.v.dtype)
+
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), by_row)
+    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
+    acc = plgpu.layout_cast(jnp.zeros((ROWS, c.value_dim), jnp.float32), plgpu.Layout.WGMMA)
+
+    # The first step has no product before it, the last none after it.
+    if c.turn:
+        pl.when(warpgroup == c.consumers - 1)(your_turn)
+    plgpu.barrier_wait(shared.k_ready.at[0])
+    my_turn()
+    s = _start_scores(c, q, shared.k.at[0])
+    your_turn()
+    (s,) = _settled(c, 0, s)
+    plgpu.barrier_arrive(shared.k_free.at[0])
+    p, top, _, total = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
+    next_keys(0)
+    carry = acc, top, total, p.astype(shared.v.dtype)
+    for first, end, masked, ever in (
+        (1, walk.full, True, c.head),
+        (jnp.maximum(walk.full, 1), walk.tail, False, c.full),
+        (jnp.maximum(walk.tail, 1), steps, True, c.tail),
+    ):
+        if ever:
+            carry = lax.fori_loop(first, end, lambda i, x, masked=masked: step(i, x, masked), carry)
+    acc, top, total, p16 = carry
+    last = slot(steps - 1)
+    plgpu.barrier_wait(shared.v_ready.at[last])
+    (acc,) = _settled(c, 0, _start_mixed(c, acc, p16, shared.v.at[last], p_smem))
+    plgpu.barrier_arrive(shared.v_free.at[last])
+    if c.turn:
+        pl.when(warpgroup == 0)(my_turn)  # the turn that nobody took
+
+    if c.sinks:
+        # A sink may be far above the reference: here it becomes the maximum.
+        sinks = optional["sinks"]
+        sink = sinks[batch if sinks.shape[0] > 1 else 0, head] * LOG2E
+        new_top = jnp.maximum(top, sink)
+        decay = jnp.exp2(top - new_top)
+        acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+        total, top = total * decay + jnp.exp2(sink - new_top), new_top
+    some = total > 0
+    inverse = jnp.where(some, 1.0 / total, 0.0)
+    lse_ref.at[batch, head, pl.ds(row0, ROWS)][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+    target = (shared.q if shared.out is None else shared.out).at[warpgroup]
+    target[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(target.dtype)
     plgpu.commit_smem()
-
-    def products(ref):
-        plgpu.wgmma(ref, p_smem, v)
-        return ref[...]
-
-    return acc + pl.run_scoped(products, plgpu.ACC((c.rows, c.value_dim), jnp.float32))
+    plgpu.copy_smem_to_gmem(target, out_ref.at[batch, pl.ds(row0, ROWS), head])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _logits(c: Forward, s):
@@ -281,28 +368,209 @@ def _logits(c: Forward, s):
     return s if c.folds else s * (c.scale * LOG2E)
 
 
-def _visible(c: Forward, optional, batch, row0, column0):
-    """``[rows, step]``: which pairs of a step count."""
-    shape = (c.rows, c.step)
-    column = column0 + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+def _masked(c: Forward, s, optional, batch, row0, column0):
+    """``s`` with -inf where a row does not see a key. A row sees ``[start, stop)``, counted from the step's first key."""
 
-    def vector(name, start, size, axis):
+    def loaded(name, start, size, axis):
         ref = optional[name]
         part = ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, size)]
-        values = plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
-        return lax.broadcast_in_dim(values, shape, [axis])
+        return plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    start = None
     if c.packed:
-        seen = (column >= vector("start", row0, c.rows, 0)) & (column < vector("stop", row0, c.rows, 0))
+        start, stop = (loaded(name, row0, ROWS, 0) - column0 for name in ("start", "stop"))
     else:
-        seen = column < c.kv_len
-        if c.left is not None or c.right is not None:
-            row = row0 + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-            if c.left is not None:
-                seen &= column >= row + c.left
-            if c.right is not None:
-                seen &= column < row + c.right
+        stop = plgpu.layout_cast(jnp.full((ROWS,), c.kv_len - column0, jnp.int32), by_row)
+        row = row0 - column0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row)
+        if c.right is not None:
+            stop = jnp.minimum(stop, row + c.right)
+        if c.left is not None:
+            start = row + c.left
     if c.segments:
-        mine = vector("q_ids", row0, c.rows, 0)
-        seen &= (mine == vector("kv_ids", column0, c.step, 1)) & (mine > 0)
-    return seen
+        mine, theirs = loaded("q_ids", row0, ROWS, 0), loaded("kv_ids", column0, c.step, 1)
+        same = lax.broadcast_in_dim(mine, s.shape, [0]) == lax.broadcast_in_dim(theirs, s.shape, [1])
+        s = jnp.where(same, s, -jnp.inf)
+        stop = jnp.where(mine > 0, stop, 0)
+    return _cut(c, s, stop) if start is None else _cut(c, s, stop, start)
+
+
+# What Pallas does not offer, in Mosaic GPU's own terms: products in flight as arrays, branches of a warp.
+
+
+def _array(shape) -> plgpu.ShapeDtypeStruct:
+    return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+
+def _start_scores(c: Forward, q, k):
+    """``q · kᵀ`` in flight: an array that nobody may touch before it is settled."""
+    if c.interpreted:
+        return _product(q, k.transpose((1, 0)), c.step)
+    tiled = plgpu.RefType(_transforms(c.dim))
+
+    @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=_array((ROWS, c.step)))
+    def start(_, q, k):
+        zeros = mgpu.WGMMAAccumulator.zero(ROWS, c.step)
+        acc = mgpu.wgmma(zeros, q, mgpu.memref_transpose(k, (1, 0, 3, 2)), swizzle=_swizzle(c.dim))
+        nvvm.wgmma_commit_group_sync_aligned()
+        return acc.value
+
+    return start(q, k)
+
+
+def _start_mixed(c: Forward, acc, p16, v, p_smem):
+    """``acc + p16 · v`` in flight; ``p_smem`` is the interpreter's."""
+    if c.interpreted:
+        p_smem[...] = p16
+        plgpu.commit_smem()
+        return acc + _product(p_smem, v, c.value_dim)
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout, plgpu.RefType(_transforms(c.value_dim))), return_type=_array(acc.shape)
+    )
+    def start(_, acc, p16, v):
+        acc = _by_chunks(acc, p16, v, _swizzle(c.value_dim))
+        nvvm.wgmma_commit_group_sync_aligned()
+        return acc
+
+    return start(acc, p16, v)
+
+
+def _product(a, b, columns: int):
+    """The interpreter's ``a · b``."""
+
+    def products(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(products, plgpu.ACC((ROWS, columns), jnp.float32))
+
+
+def _by_chunks(acc, p16, v, swizzle: int):
+    """``acc + p16 · v``, 16 keys an instruction. Mosaic GPU's own product wants as many keys as a swizzle has columns."""
+    columns = acc.shape[1]
+    (first, (_, (stride,))), _, fastest = mma_utils.create_descriptor(
+        v, swizzle=swizzle, group_size=(CHUNK, columns), logical_k_major=True
+    )
+    value = _wgmma.wgmma_fence(acc.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
+    p16 = _wgmma.wgmma_fence(p16)
+    kind, i64 = p16.mlir_dtype, ir.IntegerType.get_signless(64)
+    parameters = inspect.signature(_wgmma.wgmma_m64).parameters
+    kinds = {name: kind for name in ("element_type", "a_element_type", "b_element_type") if name in parameters}
+    registers = value.registers
+    for i in range(p16.shape[1] // CHUNK):
+        offset = arith.constant(i64, mma_utils.encode_addr(i * stride))
+        registers = _wgmma.wgmma_m64(
+            registers,
+            p16[:, i * CHUNK : (i + 1) * CHUNK],
+            llvm.add(first, offset, overflow_flags=llvm.IntegerOverflowFlags.none),
+            a_transpose=None,
+            b_transpose=fastest != mma_utils.Dim.K,
+            a_k_stride=None,
+            b_k_stride=stride,
+            n=columns,
+            swizzle=2 * CHUNK,  # by which it counts the instructions: one
+            **kinds,
+        )
+    return _like(value, registers.flat).to_layout(acc.layout)
+
+
+def _settled(c: Forward, pending: int, *arrays):
+    """``arrays`` once no more than ``pending`` products are in flight."""
+    if c.interpreted:
+        return arrays
+    layouts = (plgpu.Layout.WGMMA,) * len(arrays)
+
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=tuple(_array(x.shape) for x in arrays))
+    def settle(_, *arrays):
+        nvvm.wgmma_wait_group_sync_aligned(pending)
+        settled = fragmented_array.optimization_barrier(*arrays)
+        return tuple(settled) if len(arrays) > 1 else (settled,)
+
+    return settle(*arrays)
+
+
+def _scaled(c: Forward, acc, decay):
+    """``acc`` times ``decay`` by rows. A warp whose rows all have a decay of 1 skips it."""
+    if c.interpreted:
+        return acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, by_row), return_type=_array(acc.shape))
+    def scaled(_, acc, decay):
+        i32 = ir.IntegerType.get_signless(32)
+        changed = [
+            arith.extui(i32, arith.cmpf(arith.CmpFPredicate.UNE, x, _constant(1.0)))
+            for register in decay.registers.flat
+            for x in _scalars(register)
+        ]
+        # The branch is a whole warp's: products need its threads together.
+        vote = "{ .reg .pred a, b; setp.ne.b32 a, $1, 0; vote.sync.any.pred b, a, 0xffffffff; selp.b32 $0, 1, 0, b; }"
+        some = changed[0]
+        for x in changed[1:]:
+            some = arith.ori(some, x)
+        some = llvm.inline_asm(i32, [some], vote, "=r,r", has_side_effects=True)
+        some = arith.cmpi(arith.CmpIPredicate.ne, some, _constant(0))
+        branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_(list((acc * decay.broadcast_in_dim(acc.shape, (0,), acc.layout)).registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(acc.registers.flat))
+        return _like(acc, branch.results)
+
+    return scaled(acc, decay)
+
+
+def _cut(c: Forward, s, stop, *start):
+    """``s`` with -inf at columns from ``stop`` on and before ``start``, by rows.
+
+    Bounds are moved by a lane's first column, so that every column is compared with a constant.
+    """
+    if c.interpreted:
+        column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+        seen = column < lax.broadcast_in_dim(stop, s.shape, [0])
+        for bound in start:
+            seen &= column >= lax.broadcast_in_dim(bound, s.shape, [0])
+        return jnp.where(seen, s, -jnp.inf)
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, by_row, *[by_row] * len(start)), return_type=_array(s.shape))
+    def cut(_, s, *bounds):
+        # A lane has two neighbouring columns of every eight, and two rows: the fifth index of a register says which.
+        lane_column = arith.muli(arith.remui(mgpu.thread_idx(), _constant(4)), _constant(2))
+        stop, *start = (
+            [arith.subi(x, lane_column) for register in bound.registers.flat for x in _scalars(register)]
+            for bound in bounds
+        )
+        registers = []
+        for index, register in np.ndenumerate(s.registers):
+            eight, row, parts = index[1], index[4], []
+            for i, x in enumerate(_scalars(register)):
+                column = _constant(8 * eight + i)
+                seen = arith.cmpi(arith.CmpIPredicate.sgt, stop[row], column)
+                for bound in start:
+                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bound[row], column))
+                parts.append(arith.select(seen, x, _constant(-math.inf)))
+            registers.append(vector.from_elements(register.type, parts))
+        return _like(s, registers)
+
+    return cut(s, stop, *start)
+
+
+def _constant(x: int | float) -> ir.Value:
+    kind = ir.F32Type.get() if isinstance(x, float) else ir.IntegerType.get_signless(32)
+    return arith.constant(kind, x)
+
+
+def _scalars(register: ir.Value) -> list[ir.Value]:
+    [size] = ir.VectorType(register.type).shape
+    positions = [ir.DenseI64ArrayAttr.get([i]) for i in range(size)]
+    return [vector.extract(register, dynamic_position=[], static_position=position) for position in positions]
+
+
+def _like(array, registers) -> Any:
+    """An array of the same layout with other registers."""
+    new = np.empty(array.registers.shape, dtype=object)
+    new.flat = list(registers)
+    return mgpu.FragmentedArray(_registers=new, _layout=array.layout, _is_signed=None)

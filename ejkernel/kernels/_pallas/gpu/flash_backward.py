@@ -1,0 +1,458 @@
+"""The backward kernel: all three gradients in one pass over the pairs, five products a pair of blocks.
+
+A program owns a block of keys; each computing warpgroup owns 64 of them and keeps their dK and dV in registers. The
+producer walks the queries that see the block and copies Q and dO by TMA into a ring. Scores are held transposed, keys by
+queries, so that P and dS are left operands in registers where keys are summed into:
+
+    Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    P = exp2(S - lse)    dV += Pᵀ·dO    dS = P (dP - slope)    dK += dSᵀ·Q    dQ = dS·K
+
+Only dQ sums over keys of both warpgroups, so dS also goes through shared memory, one step behind: the product for the step
+before runs while the other warpgroup may still be at this one. The writer, a warpgroup of its own, adds dQ's blocks to
+float32 in global memory by TMA. Programs add to a block of queries in the order of their keys, each waiting for a counter
+of that block, so that a rerun gives the same bits; the first to come stores, and nothing must be zeroed before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
+
+SIDE = 64
+# Slots of dS: one is written, one read, and one may still be read by a warpgroup that is a step behind.
+SLOTS = 3
+SERVICE_REGISTERS = 24
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Everything static about a backward.
+
+    Attributes:
+        consumers: computing warpgroups of a program, each with 64 keys.
+        step: queries of one step of the walk.
+        stages: slots of the ring.
+        group: query heads that share a key head.
+        dim, value_dim: of a head.
+        scale, cap: of the logits; a cap of 0 is none.
+        left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or None.
+        kv_len: the number of keys.
+        packed, segments: which optional arrays there are.
+        phases: whether any walk has masked steps at first, unmasked ones, masked ones at last.
+        warps: whether producer and writers are warps of one warpgroup; JAX knows that not in its interpreter, and not
+            where arrays vary over a mesh (``jax.shard_map``). Else they are warpgroups.
+        interpreted: run in JAX's interpreter, which knows neither products with a left operand in registers nor sums in
+            global memory: every program then has a dQ of its own.
+    """
+
+    consumers: int
+    step: int
+    stages: int
+    group: int
+    dim: int
+    value_dim: int
+    scale: float
+    cap: float
+    left: int | None
+    right: int | None
+    kv_len: int
+    packed: bool
+    segments: bool
+    masked: bool
+    unmasked: bool
+    warps: bool = True
+    interpreted: bool = False
+
+    @property
+    def writers(self) -> int:
+        """How many write dQ, in turns: of warps a second costs nothing, a second warpgroup would cost registers."""
+        return 2 if self.warps or self.interpreted else 1
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that computes: what the other warpgroups leave."""
+        return 240 if self.warps else 232
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether a warpgroup computes 64 rows of dQ, or else 64 of its columns."""
+        return self.step == SIDE * self.consumers
+
+    @property
+    def dq_columns(self) -> int:
+        return self.dim if self.by_rows else SIDE
+
+
+def call(
+    c: Backward, query, key, value, dout, rows, walks, firsts, optional: dict[str, Any], *, interpret: Any = False
+):
+    """``dQ`` in float32, without the scale, ``dK`` and ``dV``.
+
+    ``rows``: ``[B, H, 2, Sq]``, the lse in base 2, infinite where a row sees nothing, and the slope; ``walks``: ``[B|1, blocks of keys, 4]``; ``firsts``: for each
+    step of queries the first block of keys that visits it, ``[B|1, steps]``. Steps are whole: begins are multiples of them.
+    """
+    c = dataclasses.replace(c, warps=not c.interpreted and not any(_varies(x) for x in (query, key, value, dout)))
+    batch, q_len, heads, _ = query.shape
+    kv_heads, blocks = key.shape[2], walks.shape[1]
+    if c.masked:
+        optional = {**optional, "places": jnp.arange(max(SIDE, c.step), dtype=jnp.int32)[None]}
+    names = tuple(optional)
+    inputs = 7 + len(names)
+
+    def entry(*refs):
+        _program(c, refs[:7], dict(zip(names, refs[7:inputs], strict=True)), *refs[inputs:])
+
+    together = _together(batch * kv_heads, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
+    dq_shape = (batch, q_len, heads, c.dim)
+    run = plgpu.kernel(
+        entry,
+        out_type=(
+            jax.ShapeDtypeStruct((blocks, *dq_shape) if c.interpreted else dq_shape, jnp.float32),
+            jax.ShapeDtypeStruct(key.shape, key.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+        ),
+        scratch_types=_scratch(c, query.dtype),
+        # The last is the fastest: blocks of keys start in order, each after all that it may wait for.
+        grid=(batch * kv_heads // together, blocks, together),
+        grid_names=("chains", "block", "chain"),
+        num_threads=c.consumers + (1 if c.warps else 1 + c.writers),
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **({"interpret": interpret} if interpret else {}),
+    )
+    return run(query, key, value, dout, rows, walks, firsts, *optional.values())
+
+
+def _scratch(c: Backward, dtype) -> list[Any]:
+    def tile(*shape, dtype=dtype):
+        width = 128 // jnp.dtype(dtype).itemsize
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+
+    freed = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages)
+    return [
+        tile(c.consumers, c.dim // SIDE, SIDE, SIDE),  # K in squares: read by rows of keys and by columns
+        tile(c.consumers, SIDE, c.value_dim),
+        tile(c.stages, c.step, c.dim),
+        tile(c.stages, c.step, c.value_dim),
+        tile(SLOTS, c.consumers, c.step // SIDE, SIDE, SIDE),
+        tile(c.consumers, SIDE, c.dq_columns, dtype=jnp.float32),
+        plgpu.SMEM((c.stages, 2, c.step), jnp.float32),
+        plgpu.Barrier(num_arrivals=c.consumers * (c.dim // SIDE + 1)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
+        plgpu.Barrier(num_arrivals=1, num_barriers=c.stages),
+        freed,
+        plgpu.Barrier(num_arrivals=c.consumers, num_barriers=SLOTS),
+        plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.writers),
+        plgpu.Barrier(num_arrivals=1, num_barriers=c.writers),
+        tile(c.consumers, SIDE, c.step) if c.interpreted else None,
+    ]
+
+
+def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, row_smem,
+             kv_ready, q_ready, do_ready, free, ds_ready, dq_ready, dq_free, p_smem):  # fmt: skip
+    q_ref, k_ref, v_ref, do_ref, rows_ref, walks_ref, firsts_ref = inputs
+    block = lax.axis_index("block")
+    chain = lax.axis_index("chains") * lax.axis_size("chain") + lax.axis_index("chain")
+    batch, kv_head = lax.div(chain, jnp.int32(k_ref.shape[2])), lax.rem(chain, jnp.int32(k_ref.shape[2]))
+    warpgroup = lax.axis_index("warpgroup")
+    own = batch if walks_ref.shape[0] > 1 else 0
+    begin, masked_first, unmasked, masked_last = (walks_ref[own, block, i] for i in range(4))
+    steps = masked_first + unmasked + masked_last
+    key0 = block * (c.consumers * SIDE)
+    total = steps * c.group
+
+    counters = None if c.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR(_counters(c, q_ref)))
+
+    def place(t):
+        """The head and the first query of a step: the last queries come first, then all programs start alike."""
+        return kv_head * c.group + lax.div(t, steps), begin + (steps - 1 - lax.rem(t, steps)) * c.step
+
+    def produce():
+        for r in range(c.consumers):
+            keys = (batch, pl.ds(key0 + r * SIDE, SIDE), kv_head)
+            for h in range(c.dim // SIDE):
+                plgpu.copy_gmem_to_smem(k_ref.at[(*keys, pl.ds(h * SIDE, SIDE))], k_smem.at[r, h], kv_ready)
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[r], kv_ready)
+
+        def load(t, wait):
+            head, row0 = place(t)
+            slot = lax.rem(t, jnp.int32(c.stages))
+            rows = (batch, pl.ds(row0, c.step), head)
+            if wait:
+                plgpu.barrier_wait(free.at[slot])
+            plgpu.copy_gmem_to_smem(q_ref.at[rows], q_smem.at[slot], q_ready.at[slot])
+            vectors = rows_ref.at[batch, head, pl.ds(0, 2), pl.ds(row0, c.step)]
+            plgpu.copy_gmem_to_smem(vectors, row_smem.at[slot], q_ready.at[slot])
+            plgpu.copy_gmem_to_smem(do_ref.at[rows], do_smem.at[slot], do_ready.at[slot])
+
+        head_start = jnp.minimum(total, c.stages)
+        lax.fori_loop(0, head_start, lambda t, _: load(t, wait=False), None)
+        lax.fori_loop(head_start, total, lambda t, _: load(t, wait=True), None)
+
+        # Every slot is waited for as often as it was filled, so that no program ends with barriers in flight.
+        def drain(t, _):
+            plgpu.barrier_wait(free.at[lax.rem(t, jnp.int32(c.stages))])
+
+        lax.fori_loop(total - head_start, total, drain, None)
+
+    def write(writer):
+        """Every ``writers``-th dQ, so that one may still be on its way when the next is ready."""
+
+        def add(n, _):
+            turn = n * c.writers + writer
+
+            @pl.when(turn == 0)
+            def _nobodys():
+                # What the consumers compute before there is any dS.
+                plgpu.barrier_wait(dq_ready.at[writer])
+                plgpu.barrier_arrive(dq_free.at[writer])
+
+            @pl.when(turn > 0)
+            def _add():
+                head, row0 = place(turn - 1)
+                step = lax.div(row0, jnp.int32(c.step))
+                earlier = block - firsts_ref[own, step]
+
+                def copy(**how):
+                    for part in range(c.consumers):
+                        rows = pl.ds(row0 + part * SIDE, SIDE) if c.by_rows else pl.ds(row0, SIDE)
+                        columns = pl.ds(0 if c.by_rows else part * SIDE, c.dq_columns)
+                        target = dq_ref.at[(*((block,) if c.interpreted else ()), batch, rows, head, columns)]
+                        plgpu.copy_smem_to_gmem(dq_smem.at[part], target, **how)
+
+                if c.interpreted:
+                    plgpu.barrier_wait(dq_ready.at[writer])
+                    copy()
+                    plgpu.wait_smem_to_gmem(0)
+                    plgpu.barrier_arrive(dq_free.at[writer])
+                else:
+                    counter = counters.at[batch, head, step]
+                    plgpu.semaphore_wait(counter, earlier, decrement=False, memory_scope="gpu")
+                    plgpu.barrier_wait(dq_ready.at[writer])
+                    pl.when(earlier == 0)(copy)
+                    pl.when(earlier > 0)(lambda: copy(reduction_op="add"))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(dq_free.at[writer])
+                    plgpu.wait_smem_to_gmem(0)
+                    plgpu.semaphore_signal(counter, memory_scope="gpu")
+
+        if writer == c.writers - 1:
+            plgpu.barrier_arrive(dq_free.at[writer])
+        lax.fori_loop(0, lax.div(total + c.writers - writer, jnp.int32(c.writers)), add, None)
+
+    services = [produce, *(functools.partial(write, i) for i in range(c.writers))]
+    if c.warps:
+
+        @pl.when(warpgroup == c.consumers)
+        def _serve():
+            plgpu.set_max_registers(SERVICE_REGISTERS, action="decrease")
+
+            def warps():
+                for i, work in enumerate(services):
+                    pl.when(lax.axis_index("warp") == i)(work)
+
+            pl.kernel(warps, mesh=plgpu.WarpMesh(axis_name="warp"))()
+
+    else:
+        for i, work in enumerate(services):
+
+            @pl.when(warpgroup == c.consumers + i)
+            def _serve(work=work):
+                plgpu.set_max_registers(SERVICE_REGISTERS, action="decrease")
+                work()
+
+    @pl.when(warpgroup < c.consumers)
+    def _consume():
+        plgpu.set_max_registers(c.registers, action="increase")
+        own_key0 = key0 + warpgroup * SIDE
+        p_own = None if p_smem is None else p_smem.at[warpgroup]
+        shape = (SIDE, c.step)
+
+        def publish(t, ds):
+            """Put this warpgroup's dSᵀ where all see it."""
+            slot = lax.rem(t, jnp.int32(SLOTS))
+            for i in range(c.step // SIDE):
+                part = ds if c.step == SIDE else ds[:, i * SIDE : (i + 1) * SIDE]
+                ds_smem.at[slot, warpgroup, i][...] = part
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ds_ready.at[slot])
+
+        def start_dq(acc, t):
+            slot, zero = lax.rem(t, jnp.int32(SLOTS)), _zero(t)
+            for r in range(c.consumers):
+                for h in range(c.dq_columns // SIDE):
+                    row, column = (warpgroup, h) if c.by_rows else (0, warpgroup)
+                    target = acc if c.dq_columns == SIDE else acc.at[:, h * SIDE : (h + 1) * SIDE]
+                    plgpu.wgmma(target, ds_smem.at[slot, r, row].transpose((1, 0)), k_smem.at[zero + r, column])
+
+        def hand_over(turn, dq_acc, pending):
+            plgpu.barrier_wait(dq_free.at[lax.rem(turn + c.writers - 1, jnp.int32(c.writers))])
+            dq = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dq_acc, wait_n=pending))
+            dq_smem.at[warpgroup][...] = dq
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(dq_ready.at[lax.rem(turn, jnp.int32(c.writers))])
+
+        def step(t, i, dk_acc, dv_acc):
+            slot, zero = lax.rem(t, jnp.int32(c.stages)), _zero(t)
+            masked = (i < masked_first) | (i >= masked_first + unmasked)
+            q, do = q_smem.at[slot], do_smem.at[slot]
+
+            def seen():
+                return _visible(c, optional, batch, t, own_key0, begin + i * c.step)
+
+            def by_query(which):
+                part = row_smem.at[slot, which]
+                values = plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                return lax.broadcast_in_dim(values, shape, [1])
+
+            def softmax(s_acc, dp_acc):
+                plgpu.barrier_wait(q_ready.at[slot])
+                if c.masked and not c.interpreted:
+                    # Where a pair does not count the sum starts at -inf, and stays there.
+                    @pl.when(masked)
+                    def _hide():
+                        s_acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
+
+                for h in range(c.dim // SIDE):
+                    part = q if c.dim == SIDE else q.at[:, h * SIDE : (h + 1) * SIDE]
+                    plgpu.wgmma(s_acc, k_smem.at[zero + warpgroup, h], part.transpose((1, 0)))
+                plgpu.wgmma_wait(c.dim // SIDE)
+                release(t - 1)
+                plgpu.barrier_wait(do_ready.at[slot])
+                plgpu.wgmma(dp_acc, v_smem.at[zero + warpgroup], do.transpose((1, 0)))
+                s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
+                if c.masked and c.interpreted:
+                    s = jnp.where(seen() | ~masked, s, -jnp.inf)
+                bent = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
+                p = jnp.exp2((bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)) - by_query(0))
+                if c.masked and (c.cap or c.scale <= 0):
+                    p = jnp.where(s == -jnp.inf, 0.0, p)
+                p = lax.optimization_barrier(p)
+                # This wait is a branch: without one, the compiler would move the exponentials behind the wait for dP.
+                plgpu.barrier_wait(ds_ready.at[lax.rem(t + SLOTS - 1, jnp.int32(SLOTS))])
+                dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc))
+                ds = p * (dp - by_query(1))
+                if c.cap:
+                    ds = ds * (1 - bent * bent)
+                return lax.optimization_barrier((p.astype(do_smem.dtype), ds.astype(q_smem.dtype)))
+
+            p, ds = pl.run_scoped(softmax, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            publish(t, ds)
+
+            def products(dq_acc):
+                start_dq(dq_acc, t + SLOTS - 1)
+                _add(c, dv_acc, p, do, p_own)
+                _add(c, dk_acc, ds, q, p_own)
+                hand_over(t, dq_acc, 2)
+
+            pl.run_scoped(products, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
+            return jnp.where(i > 0, i, steps) - 1
+
+        def release(t):
+            """Of a step before, whose products are through with the slot."""
+            pl.when(t >= 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(t + c.stages, jnp.int32(c.stages))]))
+
+        def walk(dk_acc, dv_acc):
+            publish(jnp.int32(SLOTS - 1), plgpu.layout_cast(jnp.zeros(shape, q_smem.dtype), plgpu.Layout.WGMMA))
+            plgpu.barrier_wait(kv_ready)
+            lax.fori_loop(0, total, lambda t, i: step(t, i, dk_acc, dv_acc), steps - 1)
+            plgpu.wgmma_wait(0)
+            release(total - 1)
+
+            def last(dq_acc):
+                plgpu.barrier_wait(ds_ready.at[lax.rem(total + SLOTS - 1, jnp.int32(SLOTS))])
+                start_dq(dq_acc, total + SLOTS - 1)
+                hand_over(total, dq_acc, 0)
+
+            pl.run_scoped(last, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
+            # Both warpgroups are through with the keys when the writer is with dQ.
+            plgpu.barrier_wait(dq_free.at[lax.rem(total, jnp.int32(c.writers))])
+            v_smem.at[warpgroup][...] = dv_acc[...].astype(v_smem.dtype)
+            dk = (dk_acc[...] * c.scale).astype(k_smem.dtype)
+            for h in range(c.dim // SIDE):
+                k_smem.at[warpgroup, h][...] = dk if c.dim == SIDE else dk[:, h * SIDE : (h + 1) * SIDE]
+            plgpu.commit_smem()
+            keys = (batch, pl.ds(own_key0, SIDE), kv_head)
+            for h in range(c.dim // SIDE):
+                plgpu.copy_smem_to_gmem(k_smem.at[warpgroup, h], dk_ref.at[(*keys, pl.ds(h * SIDE, SIDE))])
+            plgpu.copy_smem_to_gmem(v_smem.at[warpgroup], dv_ref.at[keys])
+            plgpu.wait_smem_to_gmem(0)
+
+        pl.run_scoped(walk, *(plgpu.ACC((SIDE, width), jnp.float32) for width in (c.dim, c.value_dim)))
+
+
+def _varies(x) -> bool:
+    kind = jax.typeof(x)
+    axes = getattr(kind, "manual_axis_type", None)  # since jax 0.11
+    return bool(getattr(kind, "vma", ())) if axes is None else not axes.empty
+
+
+def _zero(t):
+    """Zero, but not for the compiler, which would keep in registers whatever does not change from step to step."""
+    return lax.shift_right_logical(t, jnp.int32(30))
+
+
+# What the programs that run at the same time should read and write, to find it in the second-level cache.
+CACHE = 40 * 2**20
+
+
+def _together(chains: int, size: int) -> int:
+    """How many heads are worked on at the same time: all that fit, of those that divide their number."""
+    return max(n for n in range(1, chains + 1) if chains % n == 0 and (n == 1 or n * size <= CACHE))
+
+
+def _counters(c: Backward, q_ref) -> tuple[int, int, int]:
+    batch, q_len, heads, _ = q_ref.shape
+    return batch, heads, -(-q_len // c.step)
+
+
+def _add(c: Backward, acc, left, right, left_smem):
+    """``acc += left · right``, in flight."""
+    if not c.interpreted:
+        plgpu.wgmma(acc, left, right)
+    else:
+        left_smem[...] = left
+        plgpu.commit_smem()
+        plgpu.wgmma(acc, left_smem, right)
+
+
+def _visible(c: Backward, optional, batch, t, key0, row0):
+    """``[64, step]``: which pairs of keys and queries count."""
+    shape = (SIDE, c.step)
+
+    def vector(name, start, axis):
+        ref = optional[name]
+        part = ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, shape[axis])]
+        values = plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        return lax.broadcast_in_dim(values, shape, [axis])
+
+    def position(start, axis):
+        # Loaded: what the compiler computes it keeps in registers over the loop.
+        return start + vector("places", _zero(t), axis)
+
+    key = position(key0, 0)
+    if c.packed:
+        seen = (key >= vector("start", row0, 1)) & (key < vector("stop", row0, 1))
+    else:
+        seen = key < c.kv_len
+        if c.left is not None or c.right is not None:
+            row = position(row0, 1)
+            if c.left is not None:
+                seen &= key >= row + c.left
+            if c.right is not None:
+                seen &= key < row + c.right
+    if c.segments:
+        mine = vector("q_ids", row0, 1)
+        seen &= (mine == vector("kv_ids", key0, 0)) & (mine > 0)
+    return seen

@@ -1,0 +1,168 @@
+"""The backward on Hopper: which kernels run, the plan of their walks, and what is left to XLA.
+
+Heads of 64 and 128 take one kernel for all gradients (``flash_backward``). Wider ones leave it no registers: they take a
+kernel for queries and one for keys (``flash_backward_wide``), of which only those run whose gradients are wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ejkernel.kernels import visibility
+from ejkernel.kernels._pallas.gpu.flash_plan import (
+    SIDE,
+    TILE_ROWS,
+    WARPS_A_GROUP,
+    in_eights,
+    key_intervals,
+    mask_vectors,
+    padded,
+    segment_ids,
+    statics,
+)
+from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
+from ejkernel.ops.utils.datacarrier import BwdParams
+
+# Warpgroups that compute, in every kernel, and the rows of a block that they share.
+CONSUMERS = 2
+BLOCK = SIDE * CONSUMERS
+# Slots of the single kernel's ring: as many as fit into shared memory.
+STAGES = 2
+
+
+def backward(
+    arrays: dict[str, Array],
+    spec: Any,
+    params: BwdParams,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+    wanted: frozenset[str],
+    *,
+    interpret: Any = False,
+) -> dict[str, Array]:
+    """The wanted gradients, from the residuals ``(out, lse)``; ``interpret``: without a GPU.
+
+    All of ``params`` are clipped to the one set that the kernels take, see ``defaults``.
+    """
+    dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    rows, keys = (-(-x.shape[1] // BLOCK) * BLOCK + SIDE for x in (query, key))
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * math.log2(math.e))
+    by_row = jnp.stack([padded(base2, rows, jnp.inf), padded(slope, rows)], 2)
+    inputs = [*map(in_eights, (query, key, value, dout)), by_row]
+    optional = mask_vectors(arrays, rows, keys)
+    of_kernels = wanted - {"softmax_aux"}
+    grads = {}
+    if of_kernels and single(query.shape[3], value.shape[3]):
+        grads = _all_at_once(arrays, spec, inputs, optional, interpret)
+    elif of_kernels:
+        grads = _one_by_one(arrays, spec, inputs, optional, of_kernels, interpret)
+    grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
+    if "softmax_aux" in wanted:
+        grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
+    return {name: grads[name] for name in wanted}
+
+
+def single(dim: int, value_dim: int) -> bool:
+    """Whether one kernel computes all gradients. (Queries of 64 beside values of 128 exceed its shared memory.)"""
+    return value_dim <= dim <= 2 * SIDE
+
+
+def step_of(dim: int) -> int:
+    """Queries a step of the single kernel, whose two warpgroups share dQ: by rows at head dim 64, by columns at 128."""
+    return BLOCK * SIDE // dim
+
+
+def defaults(shapes: dict[str, Any]) -> BwdParams:
+    """Queries a step, keys of a program, warps that compute: what always runs, whatever is asked for.
+
+    Registers and shared memory leave one set at each head dim.
+    """
+    dim, value_dim = shapes["query"].shape[3], shapes["value"].shape[3]
+    warps = CONSUMERS * WARPS_A_GROUP
+    if single(dim, value_dim):
+        return BwdParams(q_blocksize=step_of(dim), kv_blocksize=BLOCK, num_warps=warps, num_stages=STAGES)
+    return BwdParams(q_blocksize=SIDE, kv_blocksize=SIDE, num_warps=warps)
+
+
+# One kernel
+
+
+def _all_at_once(arrays, spec, inputs, optional, interpret) -> dict[str, Array]:
+    from ejkernel.kernels._pallas.gpu import flash_backward
+
+    step = step_of(arrays["query"].shape[3])
+    walks, firsts, visited, unmasked, masked = _visits(arrays, spec, step)
+    c = flash_backward.Backward(
+        consumers=CONSUMERS,
+        step=step,
+        stages=STAGES,
+        masked=masked,
+        unmasked=unmasked,
+        interpreted=bool(interpret),
+        **statics(arrays, spec),
+    )
+    dq, dk, dv = flash_backward.call(c, *inputs, walks, firsts, optional, interpret=interpret)
+    if interpret:
+        dq = jnp.where(_by_row(visited, step, dq.shape[2]), dq, 0).sum(0)
+    seen = _by_row(visited.any(1), step, dq.shape[1])
+    return {"query": jnp.where(seen, dq * c.scale, 0).astype(dk.dtype), "key": dk, "value": dv}
+
+
+def _by_row(visited: Array, step: int, rows: int) -> Array:
+    """``[B|1, (blocks,) steps]`` as ``[(blocks,) B|1, rows, 1, 1]``."""
+    visited = jnp.repeat(jnp.asarray(visited), step, -1)[..., :rows, None, None]
+    return jnp.moveaxis(visited, 1, 0) if visited.ndim == 5 else visited
+
+
+def _visits(arrays: dict[str, Array], spec: Any, step: int):
+    """For each block of keys its walk over queries, for each step of queries the first block that visits it, and which do."""
+    ranges = visibility.query_ranges(*key_intervals(arrays, spec), segment_ids(arrays), BLOCK, arrays["key"].shape[1])
+    begin, end = ranges.begin // step * step, ranges.end
+    # Those that visit a step must be neighbours: both ends of the walks never go back from block to block.
+    if isinstance(begin, np.ndarray):
+        begin, end = np.minimum.accumulate(begin[:, ::-1], 1)[:, ::-1], np.maximum.accumulate(end, 1)
+    else:
+        begin, end = jax.lax.cummin(begin, 1, reverse=True), jax.lax.cummax(end, 1)
+    plan = visibility.plan_walk(ranges._replace(begin=begin, end=end), step, 1, False)
+    walks, unmasked, masked = visibility.table(plan)
+    at = np.arange(0, arrays["query"].shape[1], step)
+    visited = (begin[..., None] <= at) & (at < end[..., None])
+    firsts = (end[..., None] <= at).sum(1).astype(np.int32)
+    return walks, jnp.asarray(firsts), visited, unmasked, masked
+
+
+# One kernel for queries, one for keys
+
+
+def _one_by_one(arrays, spec, inputs, optional, wanted, interpret) -> dict[str, Array]:
+    from ejkernel.kernels._pallas.gpu import flash_backward_wide
+
+    start, stop = key_intervals(arrays, spec)
+    segments, kv_len = segment_ids(arrays), arrays["key"].shape[1]
+    common = statics(arrays, spec)
+
+    def run(kernel, ranges):
+        # A step's vectors are loaded a few at a time, from aligned addresses.
+        ranges = ranges._replace(begin=ranges.begin // TILE_ROWS * TILE_ROWS)
+        walks, unmasked, masked = visibility.table(visibility.plan_walk(ranges, SIDE, 1, False))
+        c = flash_backward_wide.Wide(unmasked=unmasked, masked=masked, interpreted=bool(interpret), **common)
+        return kernel(c, *inputs, walks, optional, interpret=interpret)
+
+    grads = {}
+    if "query" in wanted:
+        ranges = visibility.key_ranges(start, stop, segments, BLOCK, kv_len, shifted=False)
+        grads["query"] = run(flash_backward_wide.query_gradient, ranges)
+    if wanted & {"key", "value"}:
+        ranges = visibility.query_ranges(start, stop, segments, SIDE, kv_len)
+        grads["key"], grads["value"] = run(flash_backward_wide.key_gradients, ranges)
+    return grads

@@ -1,0 +1,69 @@
+"""What the forward and the backward on Hopper share: the plan of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.kernels.intervals import intervals
+
+WARPS_A_GROUP = 4
+TILE_ROWS = 8
+# Blocks are multiples of this, the rows of a warpgroup's product and the keys that the second product reads at once.
+SIDE = 64
+
+
+def in_eights(x: Array) -> Array:
+    """Rows to a multiple of 8, the height of a tile in shared memory; copies only where there are others."""
+    missing = -x.shape[1] % TILE_ROWS
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def key_intervals(arrays: dict[str, Array], spec: Any):
+    if "kv_start" in arrays:
+        return arrays["kv_start"], arrays["kv_stop"]
+    return intervals(spec.window, arrays["query"].shape[1], arrays["key"].shape[1])
+
+
+def segment_ids(arrays: dict[str, Array]):
+    ids = arrays.get("q_segment_ids")
+    return None if ids is None else (ids, arrays["kv_segment_ids"])
+
+
+def statics(arrays: dict[str, Array], spec: Any) -> dict[str, Any]:
+    """What every kernel is told of a call: sizes, how logits are made, and which pairs count."""
+    q_len, heads, dim = arrays["query"].shape[1:]
+    kv_len, kv_heads, value_dim = arrays["value"].shape[1:]
+    left, right = spec.window
+    shift = kv_len - q_len
+    return {
+        "group": heads // kv_heads,
+        "dim": dim,
+        "value_dim": value_dim,
+        "scale": float(spec.softmax_scale),
+        # Logits that are all 0 need no cap.
+        "cap": float(spec.logits_soft_cap or 0.0) if spec.softmax_scale else 0.0,
+        "left": None if left is None else shift - left,
+        "right": None if right is None else shift + right + 1,
+        "kv_len": kv_len,
+        "packed": "kv_start" in arrays,
+        "segments": "q_segment_ids" in arrays,
+    }
+
+
+def mask_vectors(arrays: dict[str, Array], rows: int, keys: int) -> dict[str, Array]:
+    """The arrays that decide which pairs count, padded: kernels read them in whole blocks, past the last row and key too."""
+    names = {
+        "start": ("kv_start", rows),
+        "stop": ("kv_stop", rows),
+        "q_ids": ("q_segment_ids", rows),
+        "kv_ids": ("kv_segment_ids", keys),
+    }
+    return {name: padded(arrays[source], size) for name, (source, size) in names.items() if source in arrays}
+
+
+def padded(x: Array, size: int, value: float = 0) -> Array:
+    """The last axis as long as ``size``."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])], constant_values=value)

@@ -1,0 +1,295 @@
+"""Flash attention's gradients in Pallas Mosaic GPU: in JAX's interpreter, compiled for Hopper without one, and on a GPU."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import bound
+from test_mosaic import _plugin
+from tolerances import assert_close
+
+from ejkernel import BwdParams, explain, flash_attention, kernel_registry
+from ejkernel.kernels._pallas.gpu import flash_gradients as host
+
+JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
+OPERATION = kernel_registry.operation("flash_attention")
+ALL = frozenset({"query", "key", "value"})
+# The narrowest head dims that take each kernel.
+SINGLE, WIDE = (64, 64), (64, 128)
+interpreted = pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
+
+
+def inputs(q_len=160, kv_len=160, batch=1, heads=2, kv_heads=1, dims=SINGLE, dtype="bfloat16"):
+    """Query, key, value, and the cotangents of the output and of its lse."""
+    rng = np.random.default_rng(q_len + kv_len + sum(dims))
+    dim, value_dim = dims
+    of_query, of_key = (batch, q_len, heads), (batch, kv_len, kv_heads)
+    shapes = (*of_query, dim), (*of_key, dim), (*of_key, value_dim), (*of_query, value_dim)
+    arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return [*arrays, jnp.asarray(rng.standard_normal((batch, heads, q_len)), jnp.float32)]
+
+
+def ids(*lengths):
+    """Segments of these lengths, by turns 0 for padding and a new id."""
+    each = [0 if i % 2 == 0 else i for i in range(len(lengths))]
+    return np.repeat(each, lengths)[None].astype(np.int32)
+
+
+IDS, CUTS = ids(9, 60, 20, 71), np.array([0, 70, 70, 150], np.int32)
+# Of the queries' ids one is no key's.
+Q_IDS, KV_IDS = np.random.default_rng(5).integers(0, [[[4]], [[3]]], (2, 1, 160)).astype(np.int32)
+CALLS = {
+    "plain": ({}, {}),
+    "causal": ({"batch": 2}, {"causal": True}),
+    "more keys": ({"q_len": 90, "kv_len": 235}, {"causal": True}),
+    "more queries": ({"q_len": 203, "kv_len": 75}, {"causal": True}),
+    "short": ({"q_len": 1, "kv_len": 9}, {}),
+    "window": ({"kv_heads": 2}, {"causal": True, "sliding_window": (40, 0)}),
+    "two-sided window": ({"q_len": 150}, {"sliding_window": (20, 33)}),
+    "soft cap": ({}, {"causal": True, "logits_soft_cap": 2.0}),
+    "negative scale": ({}, {"causal": True, "softmax_scale": -0.2}),
+    "no scale": ({}, {"causal": True, "softmax_scale": 0.0, "logits_soft_cap": 2.0}),
+    "sinks": ({"q_len": 203, "kv_len": 75}, {"causal": True, "softmax_aux": np.array([[0.5], [2.0]], np.float32)}),
+    "segments": ({}, {"causal": True, "q_segment_ids": IDS, "kv_segment_ids": IDS}),
+    "scattered segments": ({}, {"q_segment_ids": Q_IDS, "kv_segment_ids": KV_IDS}),
+    "packed": ({}, {"causal": True, "cum_seqlens_q": CUTS, "cum_seqlens_k": CUTS}),
+    "float16": ({"dtype": "float16"}, {"causal": True}),
+}
+
+
+def expected(arrays, options):
+    """``(out, lse, gradients)`` in float64."""
+    *exact, dout, dlse = (np.asarray(x, np.float64) for x in arrays)
+    return oracle.attention(*exact, dout=dout, dlse=dlse, **options)
+
+
+def run(arrays, residuals, options, wanted=ALL, params=None, **more):
+    """The kernels themselves, on what the operation prepares for them."""
+    *tensors, dout, dlse = arrays
+    options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    call, _ = bound(*tensors, **options)
+    arguments = OPERATION.signature.bind(*tensors, **options)
+    arguments.apply_defaults()
+    prepared = OPERATION.prepare(OPERATION.normalise(dict(arguments.arguments)), call.spec)
+    params = params or host.defaults(prepared)
+    return host.backward(prepared, call.spec, params, *residuals, dout, dlse, wanted, **more)
+
+
+def check_interpreted(shape, options, capfd, *, params=None, spoil=lambda arrays: arrays):
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    arrays = inputs(**shape)
+    out, lse, grads = expected(arrays, options)
+    residuals = jnp.asarray(out, arrays[0].dtype), jnp.asarray(lse, jnp.float32)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    found = run(spoil(arrays), residuals, options, frozenset(grads), params, interpret=interpret)
+    assert found.keys() == grads.keys()
+    for name, exact in grads.items():
+        actual = np.asarray(found[name], np.float64).reshape(exact.shape)
+        assert_close(actual, exact, str(arrays[0].dtype), gradient=True, what=name)
+        # A wrong tile among right ones hides below the largest gradient: their norms tell.
+        assert np.linalg.norm(actual - exact) <= 1e-2 * np.linalg.norm(exact) + 1e-6, name
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@interpreted
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+def test_interpreted(name, dims, capfd):
+    shape, options = CALLS[name]
+    check_interpreted({**shape, "dims": dims}, options, capfd)
+
+
+@interpreted
+@pytest.mark.parametrize("dims", [(128, 128), (128, 64), (192, 128), (256, 256)], ids=str)
+def test_interpreted_at_other_head_dims(dims, capfd):
+    check_interpreted({"q_len": 130, "kv_len": 200, "dims": dims}, {"causal": True}, capfd)
+
+
+@interpreted
+@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+def test_rows_that_see_nothing_may_be_nan(dims, capfd):
+    def spoil(arrays):
+        query, key, value, dout, dlse = arrays
+        gone = IDS[..., None, None] == 0
+        return [jnp.where(gone, jnp.nan, query), key, value, jnp.where(gone, jnp.nan, dout), dlse]
+
+    check_interpreted({"dims": dims}, {"q_segment_ids": IDS, "kv_segment_ids": IDS}, capfd, spoil=spoil)
+
+
+@interpreted
+def test_rings_are_filled_again(capfd, monkeypatch):
+    """With as few slots as the kernels for wide heads take."""
+    from ejkernel.kernels._pallas.gpu import flash_backward_wide as wide
+
+    monkeypatch.setattr(wide.Wide, "_slots", lambda self, own, least: least)
+    check_interpreted({"q_len": 270, "kv_len": 270, "heads": 1, "dims": WIDE}, {"causal": True}, capfd)
+
+
+@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+def test_parameters_are_clipped(dims):
+    """The very same program, whatever is asked for."""
+    arrays = inputs(dims=dims)
+    many = {"q_blocksize": 10_000, "kv_blocksize": 10_000, "num_warps": 64, "num_stages": 9, "blocksize_heads": 3}
+    asked = [BwdParams(), BwdParams(q_blocksize=1, kv_blocksize=1, num_warps=1, num_stages=1), BwdParams(**many)]
+
+    def program(params):
+        traced = jax.make_jaxpr(lambda *x: run(x[:5], x[5:], {"causal": True}, params=params))(*arrays, *arrays[3:])
+        return re.sub(r"0x[0-9a-f]+", "", str(traced))
+
+    assert len({program(params) for params in [*asked, host.defaults(shapes_of(*dims))]}) == 1
+
+
+def shapes_of(*dims):
+    query, key, value, *_ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(dims=dims))
+    return {"query": query, "key": key, "value": value}
+
+
+def test_defaults():
+    """One set at each head dim, in which every other ends."""
+    for dims, sizes in {(64, 64): (128, 128, 8, 2), (128, 128): (64, 128, 8, 2), (128, 64): (64, 128, 8, 2)}.items():
+        names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+        assert host.defaults(shapes_of(*dims)) == BwdParams(**dict(zip(names, sizes, strict=True)))
+    for dims in ((64, 128), (192, 128), (256, 256)):
+        assert host.defaults(shapes_of(*dims)) == BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=8)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("value_dim", [64, 128, 192, 256])
+def test_rings_fit(dim, value_dim):
+    from ejkernel.kernels._pallas.gpu import flash_backward_wide as wide
+
+    of_call = dict.fromkeys(("scale", "cap", "left", "right", "kv_len", "packed", "segments", "unmasked", "masked"))
+    c = wide.Wide(group=1, dim=dim, value_dim=value_dim, **of_call)
+    part, rings = 2 * 64 * c.part, (c.query_slots, c.key_slots)
+    assert all(first >= 2 * c.parts and second >= c.value_parts for first, second in rings)
+    assert 2 * 2 * 64 * (dim + value_dim) + sum(c.query_slots) * part < 232448
+    assert 2 * 2 * 64 * max(dim, value_dim) + 2 * 8192 + 1024 + sum(c.key_slots) * part < 232448
+
+
+@pytest.mark.parametrize("wanted", [{"query"}, {"key"}, {"value", "softmax_aux"}, {"softmax_aux"}, set()], ids=str)
+def test_only_what_is_wanted(wanted, monkeypatch):
+    """Of the kernels for wide heads those run whose gradients are wanted; the single one has them all."""
+    from ejkernel.kernels._pallas.gpu import flash_backward, flash_backward_wide
+
+    ran = []
+    for module, name in (
+        (flash_backward, "call"),
+        (flash_backward_wide, "query_gradient"),
+        (flash_backward_wide, "key_gradients"),
+    ):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *x, n=name, k=kernel, **more: ran.append(n) or k(*x, **more))
+    for dims, kernels in (
+        (SINGLE, ["call"] * bool(wanted & ALL)),
+        (WIDE, ["query_gradient"] * ("query" in wanted) + ["key_gradients"] * bool(wanted & {"key", "value"})),
+    ):
+        ran.clear()
+        arrays = inputs(dims=dims)
+        options = {"softmax_aux": np.zeros((2, 1), np.float32)}
+        found = jax.eval_shape(lambda *x, o=options: run(x[:5], x[5:], o, frozenset(wanted)), *arrays, *arrays[3:])
+        assert found.keys() == wanted
+        assert ran == kernels
+
+
+# Compiled for Hopper, without one
+
+COMPILED = """
+import os, re, sys, glob
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+sys.path.insert(0, {tests!r})
+import test_mosaic_backward as t
+from test_mosaic import HOPPER
+topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=HOPPER, topology="1x1x2")
+sharding = SingleDeviceSharding(topology.devices[0])
+for name in {names!r}:
+    shape, options = t.CALLS[name]
+    arrays = t.inputs(**{{**shape, "dims": {dims!r}}})
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+    residuals = arrays[3:]
+    jax.jit(lambda *x: t.run(x[:5], x[5:], options)).lower(*arrays, *residuals).compile()
+    reports = glob.glob(os.path.join(os.environ["MOSAIC_GPU_DUMP_TO"], "*.ptxas"))
+    text = "".join(open(path).read() for path in reports)
+    print("SPILLS", name, re.findall(r"([0-9]+) bytes spill", text), "serialized" in text)
+    for path in reports:
+        os.remove(path)
+"""
+
+
+@pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
+@pytest.mark.parametrize(
+    ("dims", "names", "most"),
+    [
+        ((64, 64), ["causal"], 96),
+        ((128, 128), ["causal", "segments"], 96),
+        ((192, 128), ["causal"], 0),
+        ((256, 256), ["causal", "segments"], 0),
+    ],
+    ids=str,
+)
+def test_spills(dims, names, most, tmp_path):
+    """None of the wide kernels; of the single one a few addresses, which are read again once a step.
+
+    No product waits for another one because registers are short: that costs a third of the speed. In a process of its own: the
+    compiler reports to a folder that the environment names when it is loaded.
+    """
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
+    }
+    script = COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=names)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    told = re.findall(r"SPILLS (.*?) \[(.*)\] (True|False)", result.stdout)
+    assert [name for name, _, _ in told] == names
+    for name, spills, serialized in told:
+        assert serialized == "False", name
+        assert max(map(int, re.findall(r"\d+", spills))) <= most, (name, spills)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_on_a_gpu(name, dims):
+    x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    if explain("flash_attention", x, x, x, platform="pallas").chosen is None:
+        pytest.skip("needs a Hopper GPU")
+    shape, options = CALLS[name]
+    *tensors, dout, dlse = inputs(**{**shape, "dims": dims})
+    options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    sinks = [options.pop("softmax_aux")] if "softmax_aux" in options else []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(platform, arrays, cotangents):
+        def call(query, key, value, *sinks):
+            more = dict(zip(["softmax_aux"], sinks, strict=False))
+            return flash_attention(query, key, value, **options, **more, return_lse=True, platform=platform)
+
+        return jax.vjp(call, *arrays)[1](cotangents)
+
+    found = [gradients("pallas", [*tensors, *sinks], (dout, dlse)) for _ in range(2)]
+    tensors, dout = jax.tree.map(lambda x: x.astype(jnp.float32), (tensors, dout))
+    exact = gradients("xla", [*tensors, *sinks], (dout, dlse))
+    dtype = str(found[0][0].dtype)
+    for what, first, again, wanted in zip(["query", "key", "value", "sinks"], *found, exact, strict=False):
+        assert_close(first, wanted, dtype, gradient=True, what=what)
+        assert bool((first == again).all())
