@@ -15,7 +15,7 @@ from conftest import bound
 from test_mosaic import _plugin
 from tolerances import assert_close
 
-from ejkernel import BwdParams, explain, flash_attention, kernel_registry
+from ejkernel import BwdParams, explain, flash_attention, kernel_registry, target
 from ejkernel.kernels._pallas.gpu import flash_gradients as host
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -147,6 +147,28 @@ def test_parameters_are_clipped(dims):
     assert len({program(params) for params in [*asked, host.defaults(shapes_of(*dims))]}) == 1
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+def test_traces_in_shard_map(dims, check_vma):
+    """Where JAX knows over which axes arrays vary it refuses warps of different roles: the single kernel then has none."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("x")
+
+    def gradients(query, key, value):
+        def loss(query, key, value):
+            return flash_attention(query, key, value, causal=True, platform="pallas").astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    arrays = inputs(batch=2, dims=dims)[:3]
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma)
+    with target("nvidia-h200"):
+        traced = jax.make_jaxpr(mapped)(*arrays)
+    assert [x.shape for x in traced.out_avals] == [x.shape for x in arrays]
+    if dims == SINGLE:
+        assert ("WarpMesh" in str(traced)) is not check_vma
+
+
 def shapes_of(*dims):
     query, key, value, *_ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(dims=dims))
     return {"query": query, "key": key, "value": value}
@@ -239,8 +261,8 @@ for name in {names!r}:
 def test_spills(dims, names, most, tmp_path):
     """None of the wide kernels; of the single one a few addresses, which are read again once a step.
 
-    No product waits for another one because registers are short: that costs a third of the speed. In a process of its own: the
-    compiler reports to a folder that the environment names when it is loaded.
+    No product waits for another one because registers are short. In a process of its own: the compiler reports to a folder that
+    the environment names when it is loaded.
     """
     environment = {
         **os.environ,

@@ -20,3 +20,9 @@ def vary_over(array: Array, axes: frozenset[str]) -> Array:
     """The array, marked as varying over the axes; its gradient is summed over those it did not vary over."""
     missing = tuple(sorted(axes - varying_axes(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def vary_as(results, *arrays: Array):
+    """What a kernel that knows nothing of meshes made of the arrays, marked as varying as they do."""
+    axes = varying_axes(*arrays)
+    return jax.tree.map(lambda result: vary_over(result, axes), results)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels._triton import cache
-from ejkernel.kernels.varying import vary_over, varying_axes
+from ejkernel.kernels.varying import vary_as
 from ejkernel.ops.core.context import surroundings
 
 
@@ -48,10 +48,9 @@ def call(
     num_stages: int,
 ) -> list[Array]:
     """Run ``programs`` instances of a kernel whose parameters are the arrays, the scalars, the outputs and ``C``."""
-    axes = varying_axes(*arrays)
     run = _interpreted if interpreting() else _on_gpu
     results = run(kernel, arrays, tuple(scalars), tuple(outputs), programs, constants, num_warps, num_stages)
-    return [vary_over(result, axes) for result in results]
+    return vary_as(list(results), *arrays)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
+from ejkernel.kernels.varying import vary_as, varying_axes
 
 SIDE = 64
 # Slots of dS: one is written, one read, and one may still be read by a warpgroup that is a step behind.
@@ -100,7 +101,7 @@ def call(
     ``rows``: ``[B, H, 2, Sq]``, the lse in base 2, infinite where a row sees nothing, and the slope; ``walks``: ``[B|1, blocks of keys, 4]``; ``firsts``: for each
     step of queries the first block of keys that visits it, ``[B|1, steps]``. Steps are whole: begins are multiples of them.
     """
-    c = dataclasses.replace(c, warps=not c.interpreted and not any(_varies(x) for x in (query, key, value, dout)))
+    c = dataclasses.replace(c, warps=not c.interpreted and not varying_axes(query, key, value, dout))
     batch, q_len, heads, _ = query.shape
     kv_heads, blocks = key.shape[2], walks.shape[1]
     if c.masked:
@@ -131,7 +132,7 @@ def call(
         ),
         **({"interpret": interpret} if interpret else {}),
     )
-    return run(query, key, value, dout, rows, walks, firsts, *optional.values())
+    return vary_as(run(query, key, value, dout, rows, walks, firsts, *optional.values()), query)
 
 
 def _scratch(c: Backward, dtype) -> list[Any]:
@@ -390,12 +391,6 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(walk, *(plgpu.ACC((SIDE, width), jnp.float32) for width in (c.dim, c.value_dim)))
-
-
-def _varies(x) -> bool:
-    kind = jax.typeof(x)
-    axes = getattr(kind, "manual_axis_type", None)  # since jax 0.11
-    return bool(getattr(kind, "vma", ())) if axes is None else not axes.empty
 
 
 def _zero(t):

@@ -27,6 +27,7 @@ from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
 from ejkernel.kernels._pallas.gpu.flash_plan import SIDE
+from ejkernel.kernels.varying import vary_as
 
 CONSUMERS = 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -126,7 +127,7 @@ def _kernel(entry, inputs, optional: dict[str, Any], grid, out_type, scratch, in
         ),
         **({"interpret": interpret} if interpret else {}),
     )
-    return run(*inputs, *optional.values())
+    return vary_as(run(*inputs, *optional.values()), inputs[0])
 
 
 def _tile(dtype, *shape):

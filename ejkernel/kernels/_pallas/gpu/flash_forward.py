@@ -31,6 +31,8 @@ from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
+from ejkernel.kernels.varying import vary_as
+
 # The module; the package has a function of that name.
 _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 
@@ -167,7 +169,7 @@ def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, inte
         ),
         **({"interpret": interpret} if interpret else {}),
     )
-    return run(query, key, value, walks, *optional.values())
+    return vary_as(run(query, key, value, walks, *optional.values()), query)
 
 
 def _swizzle(width: int) -> int:
