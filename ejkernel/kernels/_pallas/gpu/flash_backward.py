@@ -26,52 +26,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
+from ejkernel.kernels._pallas.gpu.flash_plan import SIDE, Call
 from ejkernel.kernels.varying import vary_as, varying_axes
 
-SIDE = 64
 # Slots of dS: one is written, one read, and one may still be read by a warpgroup that is a step behind.
 SLOTS = 3
 SERVICE_REGISTERS = 24
 
 
-@dataclass(frozen=True)
-class Backward:
+@dataclass(frozen=True, kw_only=True)
+class Backward(Call):
     """Everything static about a backward.
 
     Attributes:
         consumers: computing warpgroups of a program, each with 64 keys.
         step: queries of one step of the walk.
         stages: slots of the ring.
-        group: query heads that share a key head.
-        dim, value_dim: of a head.
-        scale, cap: of the logits; a cap of 0 is none.
-        left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or None.
-        kv_len: the number of keys.
-        packed, segments: which optional arrays there are.
-        phases: whether any walk has masked steps at first, unmasked ones, masked ones at last.
+        masked, unmasked: whether any step has a mask, whether any has none.
         warps: whether producer and writers are warps of one warpgroup; JAX knows that not in its interpreter, and not
             where arrays vary over a mesh (``jax.shard_map``). Else they are warpgroups.
-        interpreted: run in JAX's interpreter, which knows neither products with a left operand in registers nor sums in
-            global memory: every program then has a dQ of its own.
+
+    The interpreter knows no sums in global memory: every program then has a dQ of its own.
     """
 
     consumers: int
     step: int
     stages: int
-    group: int
-    dim: int
-    value_dim: int
-    scale: float
-    cap: float
-    left: int | None
-    right: int | None
-    kv_len: int
-    packed: bool
-    segments: bool
     masked: bool
     unmasked: bool
     warps: bool = True
-    interpreted: bool = False
 
     @property
     def writers(self) -> int:

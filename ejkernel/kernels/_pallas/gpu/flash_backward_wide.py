@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
-from ejkernel.kernels._pallas.gpu.flash_plan import SIDE
+from ejkernel.kernels._pallas.gpu.flash_plan import SIDE, Call
 from ejkernel.kernels.varying import vary_as
 
 CONSUMERS = 2
@@ -35,34 +35,16 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 SHARED_MEMORY = 232448 - 1024
 
 
-@dataclass(frozen=True)
-class Wide:
+@dataclass(frozen=True, kw_only=True)
+class Wide(Call):
     """Everything static about one of the two kernels.
 
     Attributes:
-        group: query heads that share a key head.
-        dim, value_dim: of a head, multiples of 64.
-        scale, cap: of the logits; a cap of 0 is none.
-        left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or None.
-        kv_len: the number of keys.
-        packed, segments: which optional arrays there are.
         unmasked, masked: whether any step is without a mask, whether any has one.
-        interpreted: run in JAX's interpreter, which knows no products with a left operand in registers.
     """
 
-    group: int
-    dim: int
-    value_dim: int
-    scale: float
-    cap: float
-    left: int | None
-    right: int | None
-    kv_len: int
-    packed: bool
-    segments: bool
     unmasked: bool
     masked: bool
-    interpreted: bool = False
 
     @property
     def part(self) -> int:

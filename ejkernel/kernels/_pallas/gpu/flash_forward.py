@@ -31,6 +31,7 @@ from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
+from ejkernel.kernels._pallas.gpu.flash_plan import Call
 from ejkernel.kernels.varying import vary_as
 
 # The module; the package has a function of that name.
@@ -55,8 +56,8 @@ CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 24, 3: 32}
 
 
-@dataclass(frozen=True)
-class Forward:
+@dataclass(frozen=True, kw_only=True)
+class Forward(Call):
     """Everything static about a forward.
 
     Attributes:
@@ -64,36 +65,20 @@ class Forward:
         step: keys of one step of the walk, a multiple of 16.
         stages: slots of the ring, two at least: a consumer waits for the next keys before it frees the last values.
         turn: whether consumers start their products in turns.
-        group: query heads that share a key head.
-        dim, value_dim: of a head.
-        scale, cap: of the logits; a cap of 0 is none.
-        left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or None.
-        kv_len: the number of keys.
-        packed, segments, sinks: which optional arrays there are.
+        sinks: whether there are any.
         head, full, tail: whether any walk has masked steps at first, unmasked ones, masked ones at last.
-        interpreted: run in JAX's interpreter, which knows no products with a left operand in registers, and nothing of
-            Mosaic GPU's own terms: products then wait at once, and P goes through shared memory.
+
+    The interpreter knows nothing of Mosaic GPU's own terms: products then wait at once, and P goes through shared memory.
     """
 
     consumers: int
     step: int
     stages: int
     turn: bool
-    group: int
-    dim: int
-    value_dim: int
-    scale: float
-    cap: float
-    left: int | None
-    right: int | None
-    kv_len: int
-    packed: bool
-    segments: bool
     sinks: bool
     head: bool
     full: bool
     tail: bool
-    interpreted: bool = False
 
     @property
     def folds(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,33 @@ WARPS_A_GROUP = 4
 TILE_ROWS = 8
 # Blocks are multiples of this, the rows of a warpgroup's product and the keys that the second product reads at once.
 SIDE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What every kernel is told of a call.
+
+    Attributes:
+        group: query heads that share a key head.
+        dim, value_dim: of a head.
+        scale, cap: of the logits; a cap of 0 is none.
+        left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or None.
+        kv_len: the number of keys.
+        packed, segments: which of the arrays that decide which pairs count there are.
+        interpreted: run in JAX's interpreter, which knows no products with a left operand in registers.
+    """
+
+    group: int
+    dim: int
+    value_dim: int
+    scale: float
+    cap: float
+    left: int | None
+    right: int | None
+    kv_len: int
+    packed: bool
+    segments: bool
+    interpreted: bool = False
 
 
 def in_eights(x: Array) -> Array:
@@ -33,7 +61,7 @@ def segment_ids(arrays: dict[str, Array]):
 
 
 def statics(arrays: dict[str, Array], spec: Any) -> dict[str, Any]:
-    """What every kernel is told of a call: sizes, how logits are made, and which pairs count."""
+    """The fields of ``Call``, but for how it runs."""
     q_len, heads, dim = arrays["query"].shape[1:]
     kv_len, kv_heads, value_dim = arrays["value"].shape[1:]
     left, right = spec.window
