@@ -7,8 +7,8 @@ queries, so that P and dS are left operands in registers where keys are summed i
     Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    P = exp2(S - lse)    dV += Pᵀ·dO    dS = P (dP - slope)    dK += dSᵀ·Q    dQ = dS·K
 
 Only dQ sums over keys of both warpgroups, so dS also goes through shared memory, one step behind: the product for the step
-before runs while the other warpgroup may still be at this one. The writer, a warpgroup of its own, adds dQ's blocks to
-float32 in global memory by TMA. Programs add to a block of queries in the order of their keys, each waiting for a counter
+before runs while the other warpgroup may still be at this one. Writers, warps of their own, add dQ's blocks to float32 in
+global memory by TMA. Programs add to a block of queries in the order of their keys, each waiting for a counter
 of that block, so that a rerun gives the same bits; the first to come stores, and nothing must be zeroed before.
 """
 
@@ -42,7 +42,7 @@ class Backward(Call):
         consumers: computing warpgroups of a program, each with 64 keys.
         step: queries of one step of the walk.
         stages: slots of the ring.
-        masked, unmasked: whether any step has a mask, whether any has none.
+        masked: whether any step has a mask.
         warps: whether producer and writers are warps of one warpgroup; JAX knows that not in its interpreter, and not
             where arrays vary over a mesh (``jax.shard_map``). Else they are warpgroups.
 
@@ -53,7 +53,6 @@ class Backward(Call):
     step: int
     stages: int
     masked: bool
-    unmasked: bool
     warps: bool = True
 
     @property

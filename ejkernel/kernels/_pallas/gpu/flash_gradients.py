@@ -101,13 +101,12 @@ def _all_at_once(arrays, spec, inputs, optional, interpret) -> dict[str, Array]:
     from ejkernel.kernels._pallas.gpu import flash_backward
 
     step = step_of(arrays["query"].shape[3])
-    walks, firsts, visited, unmasked, masked = _visits(arrays, spec, step)
+    walks, firsts, visited, masked = _visits(arrays, spec, step)
     c = flash_backward.Backward(
         consumers=CONSUMERS,
         step=step,
         stages=STAGES,
         masked=masked,
-        unmasked=unmasked,
         interpreted=bool(interpret),
         **statics(arrays, spec),
     )
@@ -134,11 +133,11 @@ def _visits(arrays: dict[str, Array], spec: Any, step: int):
     else:
         begin, end = jax.lax.cummin(begin, 1, reverse=True), jax.lax.cummax(end, 1)
     plan = visibility.plan_walk(ranges._replace(begin=begin, end=end), step, 1, False)
-    walks, unmasked, masked = visibility.table(plan)
+    walks, _, masked = visibility.table(plan)
     at = np.arange(0, arrays["query"].shape[1], step)
     visited = (begin[..., None] <= at) & (at < end[..., None])
     firsts = (end[..., None] <= at).sum(1).astype(np.int32)
-    return walks, jnp.asarray(firsts), visited, unmasked, masked
+    return walks, jnp.asarray(firsts), visited, masked
 
 
 # One kernel for queries, one for keys
