@@ -203,6 +203,25 @@ def test_gradients_are_its_own():
 
 # Compiled for Hopper, without one
 
+
+def compiled(script, folder):
+    """What a script prints, in a process of its own: the compiler reports to a folder that it is told when it is loaded."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_TO": str(folder),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
 COMPILED = """
 import os, re, sys, glob, json
 import jax, jax.numpy as jnp
@@ -252,7 +271,6 @@ def _plugin():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("what", ["defaults", "masks that are data", "space", "others"])
 def test_nothing_spills(dim, what, tmp_path):
-    """In a process of its own: the compiler reports to a folder that the environment names when it is loaded."""
     default = mosaic.DEFAULTS[dim]
     others = {64: (96, 96), 128: (64, 128), 256: (192, 128)}
     jobs = {
@@ -267,21 +285,8 @@ def test_nothing_spills(dim, what, tmp_path):
         "others": [(dim, "soft cap"), (dim, "sinks"), (dim, "two-sided window"), (others[dim], "causal")],
     }[what]
     jobs = [((x, x) if isinstance(x, int) else x, name, *(tile or (None,))) for x, name, *tile in jobs]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "MOSAIC_GPU_DUMP_PTX": "1",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-    }
-    script = COMPILED.format(tests=os.path.dirname(__file__), jobs=jobs)
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    told = re.findall(r"SPILLS (.*?) \[(.*)\]", result.stdout)
+    printed = compiled(COMPILED.format(tests=os.path.dirname(__file__), jobs=jobs), tmp_path)
+    told = re.findall(r"SPILLS (.*?) \[(.*)\]", printed)
     assert len(told) == len(jobs)
     for what, spills in told:
         assert spills, f"no report of {what}"

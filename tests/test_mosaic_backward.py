@@ -3,8 +3,6 @@
 import functools
 import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import bound
-from test_mosaic import _plugin
+from test_mosaic import _plugin, compiled
 from tolerances import assert_close
 
 from ejkernel import BwdParams, explain, flash_attention, kernel_registry, target
@@ -261,24 +259,10 @@ for name in {names!r}:
 def test_spills(dims, names, most, tmp_path):
     """None of the wide kernels; of the single one a few addresses, which are read again once a step.
 
-    No product waits for another one because registers are short. In a process of its own: the compiler reports to a folder that
-    the environment names when it is loaded.
+    No product waits for another one because registers are short.
     """
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "MOSAIC_GPU_DUMP_PTX": "1",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-    }
-    script = COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=names)
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    told = re.findall(r"SPILLS (.*?) \[(.*)\] (True|False)", result.stdout)
+    printed = compiled(COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=names), tmp_path)
+    told = re.findall(r"SPILLS (.*?) \[(.*)\] (True|False)", printed)
     assert [name for name, _, _ in told] == names
     for name, spills, serialized in told:
         assert serialized == "False", name

@@ -165,7 +165,7 @@ kernel_registry.register(
         # The instructions that it is made of (wgmma) are Hopper's alone.
         devices=cuda(90, 90),
         dtypes=HALF,
-        # The kernel compiles for multiples of 16; these are the ones whose swizzle has run on a GPU.
+        # Others need another swizzle than the one that has run on a GPU.
         head_dims=multiple_of(64, at_most=256),
         features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
         gradients={"query", "key", "value", "softmax_aux"},
