@@ -49,6 +49,16 @@ def pytest_runtest_setup(item):
         pytest.skip(f"needs a GPU; JAX runs on {jax.default_backend()} here")
 
 
+def pytest_collection_modifyitems(items):
+    """A set is written in another order in every process; parallel runs compare the names of tests."""
+    for item in items:
+        for name, value in getattr(getattr(item, "callspec", None), "params", {}).items():
+            if isinstance(value, (set, frozenset)) and str(value) in item.name:
+                raise pytest.UsageError(
+                    f"{item.nodeid} is named after a set, {name}: expected a tuple, or ids of its own"
+                )
+
+
 @pytest.fixture(autouse=True)
 def own_store(tmp_path, monkeypatch):
     """Every test has an empty store and remembers nothing of others."""
