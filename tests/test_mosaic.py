@@ -52,7 +52,10 @@ CALLS = {
     "segments without keys": ({}, {"q_segment_ids": LONELY, "kv_segment_ids": np.ones_like(LONELY)}),
     "packed": ({}, {"causal": True, "cum_seqlens_q": CUTS, "cum_seqlens_k": CUTS}),
     "float16": ({"dtype": "float16"}, {"causal": True}),
+    "head dim 32": ({"dim": 32}, {"causal": True}),
+    "head dim 96": ({"dim": 96}, {"causal": True}),
     "value dim": ({"dim": 192, "value_dim": 128}, {"causal": True}),
+    "narrower value dim": ({"dim": 160, "value_dim": 32}, {"causal": True}),
     "wider value dim": ({"dim": 64, "value_dim": 128, "dtype": "float16"}, {"causal": True}),
 }
 
@@ -123,7 +126,9 @@ def test_a_window_that_leaves_blocks_without_keys(capfd):
     interpreted(inputs(q_len=300, kv_len=75), options, parameters(128, 64, 8, 2), capfd)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (64, 64), (96, 96), (128, 128), (160, 32), (192, 128), (256, 192), (256, 256)], ids=str
+)
 @pytest.mark.parametrize(
     "params",
     [FwdParams(), FwdParams(q_blocksize=1), FwdParams(kv_blocksize=10_000, num_stages=9), FwdParams(num_warps=1),
@@ -139,7 +144,7 @@ def test_parameters_are_clipped(params, dims):
 
 
 def test_parameters_that_fit_are_kept():
-    shipped = [(dim, p) for table in (mosaic.DEFAULTS, mosaic.DEFAULTS_SEGMENTS) for dim, p in table.items()]
+    shipped = list(mosaic.DEFAULTS.items())
     shipped += [(dim, parameters(*sizes)) for dim, space in mosaic.SPACE.items() for sizes in space]
     for dim, params in shipped:
         consumers, step, stages = mosaic.tiles(params, dim, dim)
@@ -177,7 +182,7 @@ def test_only_hopper(device, reason):
         ({"attention_mask": jax.ShapeDtypeStruct((1, 256), jnp.bool_)}, 64, "bfloat16", "attention_mask is not supported"),
         ({"dropout_prob": 0.1, "dropout_seed": 3}, 64, "bfloat16", "dropout_prob is not supported"),
         ({}, 64, "float32", "dtype float32 is not supported"),
-        ({}, 72, "bfloat16", "head dim 72 is not a multiple of 64"),
+        ({}, 72, "bfloat16", "head dim 72 is not a multiple of 32"),
         ({}, 320, "bfloat16", "head dim 320 is above 256"),
     ],
 )  # fmt: skip

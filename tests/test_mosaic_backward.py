@@ -106,7 +106,9 @@ def test_interpreted(name, dims, capfd):
 
 
 @interpreted
-@pytest.mark.parametrize("dims", [(128, 128), (128, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (96, 96), (96, 64), (128, 128), (128, 64), (160, 32), (192, 128), (256, 256)], ids=str
+)
 def test_interpreted_at_other_head_dims(dims, capfd):
     check_interpreted({"q_len": 130, "kv_len": 200, "dims": dims}, {"causal": True}, capfd)
 
@@ -177,12 +179,12 @@ def test_defaults():
     for dims, sizes in {(64, 64): (128, 128, 8, 2), (128, 128): (64, 128, 8, 2), (128, 64): (64, 128, 8, 2)}.items():
         names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
         assert host.defaults(shapes_of(*dims)) == BwdParams(**dict(zip(names, sizes, strict=True)))
-    for dims in ((64, 128), (192, 128), (256, 256)):
+    for dims in ((32, 32), (96, 96), (96, 64), (128, 96), (64, 128), (192, 128), (256, 256)):
         assert host.defaults(shapes_of(*dims)) == BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=8)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("value_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dim", range(32, 257, 32))
+@pytest.mark.parametrize("value_dim", range(32, 257, 32))
 def test_rings_fit(dim, value_dim):
     from ejkernel.kernels._pallas.gpu import flash_backward_wide as wide
 
@@ -251,6 +253,7 @@ for name in {names!r}:
     [
         ((64, 64), ["causal"], 96),
         ((128, 128), ["causal", "segments"], 96),
+        ((96, 96), ["causal"], 0),
         ((192, 128), ["causal"], 0),
         ((256, 256), ["causal", "segments"], 0),
     ],
@@ -274,7 +277,7 @@ def test_spills(dims, names, most, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_on_a_gpu(name, dims):
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
     if explain("flash_attention", x, x, x, platform="pallas").chosen is None:

@@ -20,6 +20,7 @@ from ejkernel.xla_utils import (
     identity_dtype_convert,
     mask_to_segment_ids,
     pack,
+    packing,
     prepare_chunk_indices,
     prepare_chunk_offsets,
     prepare_cu_seqlens_from_mask,
@@ -128,6 +129,15 @@ def test_empty_sequences_anywhere(lens):
     assert prepare_token_indices(offsets).tolist() == [list(row) for row in tokens]
     assert prepare_chunk_indices(offsets, 2).tolist() == [list(row) for row in chunks]
     assert segment_ids_from_cu_seqlens(offsets).tolist() == [sequence + 1 for sequence, _ in tokens]
+
+
+@pytest.mark.parametrize("count", [packing.FEW, packing.FEW + 1, 3 * packing.FEW])
+def test_many_sequences(count):
+    """Few sequences and many are found in two ways."""
+    lens = np.random.default_rng(count).integers(0, 4, count)
+    assert prepare_sequence_ids(offsets_of(lens)).tolist() == [sequence for sequence, _ in token_loop(lens)]
+    beyond = prepare_sequence_ids(offsets_of(lens), int(lens.sum()) + 3)
+    assert beyond.tolist()[-4:] == [int(np.flatnonzero(lens)[-1]), -1, -1, -1]
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -80,21 +80,25 @@ def _bisect(array) -> Callable:
 
 
 def _segment_ranges(own, other, first, block: int, length: int) -> Ranges:
-    """The hull of the positions of ``other`` whose ids lie between those of each block of ``own``."""
+    """The hull of the positions of ``other`` whose ids lie between those of each block of ``own``.
+
+    A block of one id has nothing but visible pairs where that id is, if it is in one place. There is one reduction over blocks
+    and one over positions: on a GPU, steps that depend on each other take longer than what they compute.
+    """
     ids = own[:, np.minimum(first[:, None] + np.arange(block), own.shape[1] - 1)]
     large = jnp.asarray(jnp.iinfo(ids.dtype).max, ids.dtype)
-    low = jnp.where(ids > 0, ids, large).min(-1, keepdims=True)
-    high = ids.max(-1, keepdims=True)
+    low = jnp.where(ids > 0, ids, large).min(-1)
+    least, high = ids.min(-1), ids.max(-1)
     other = other[:, None, :]
-    inside = (other >= low) & (other <= high)
+    inside, same = (other >= low[..., None]) & (other <= high[..., None]), other == high[..., None]
     position = jnp.arange(length, dtype=jnp.int32)
-    begin = jnp.where(inside, position, length).min(-1)
-    end = jnp.where(inside, position + 1, 0).max(-1)
-    uniform = (ids == high).all(-1) & (high[..., 0] > 0)
-    matches = uniform[..., None] & (other == high)
-    full_begin = jnp.where(matches, position, length).min(-1)
-    full_end = jnp.where(~matches & (position >= full_begin[..., None]), position, length).min(-1)
-    return Ranges(begin, end, full_begin, jnp.where(uniform, full_end, 0))
+
+    def hull(where):
+        return jnp.where(where, position, length).min(-1), jnp.where(where, position + 1, 0).max(-1)
+
+    (begin, end), (full_begin, full_end), count = hull(inside), hull(same), same.sum(-1, dtype=jnp.int32)
+    full = (least == high) & (high > 0) & (count == full_end - full_begin)
+    return Ranges(begin, end, jnp.where(full, full_begin, length), jnp.where(full, full_end, 0))
 
 
 def _intersect(a: Ranges, b: Ranges) -> Ranges:

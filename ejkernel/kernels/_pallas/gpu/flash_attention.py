@@ -17,6 +17,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     WARPS_A_GROUP,
     in_eights,
     key_intervals,
+    longest_first,
     mask_vectors,
     segment_ids,
     statics,
@@ -35,15 +36,9 @@ DEFAULTS = {
     128: FwdParams(q_blocksize=128, kv_blocksize=176, num_warps=8, num_stages=2),
     256: FwdParams(q_blocksize=128, kv_blocksize=80, num_warps=8, num_stages=2),
 }
-# With segments: the ids of a step's keys need registers too.
-DEFAULTS_SEGMENTS = {
-    64: FwdParams(q_blocksize=192, kv_blocksize=112, num_warps=12, num_stages=4),
-    128: FwdParams(q_blocksize=128, kv_blocksize=112, num_warps=8, num_stages=3),
-    256: DEFAULTS[256],
-}
 SPACE = {
     64: [(192, 128, 12, 4), (128, 192, 8, 3), (128, 128, 8, 4)],
-    128: [(128, 176, 8, 2), (128, 112, 8, 3), (128, 64, 8, 4)],
+    128: [(128, 176, 8, 2), (128, 144, 8, 2), (128, 112, 8, 3), (128, 64, 8, 4)],
     256: [(128, 80, 8, 2), (128, 64, 8, 2)],
 }
 
@@ -102,7 +97,7 @@ def tiles(params: FwdParams, dim: int, value_dim: int) -> tuple[int, int, int]:
 
 
 def _walks(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[Array, list[bool]]:
-    """``[B|1, blocks, 4]``: where each block of queries begins among the keys, its masked, unmasked and masked steps; if any."""
+    """The walks of all blocks of queries, and whether any has masked steps at first, unmasked ones, masked ones at last."""
     start, stop = key_intervals(arrays, spec)
     segments = segment_ids(arrays)
     ranges = visibility.key_ranges(start, stop, segments, block, arrays["key"].shape[1], shifted=False)
@@ -114,7 +109,7 @@ def _walks(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[
     none = plan.head + plan.full + plan.tail == 0
     plan = plan._replace(begin=plan.begin * ~none, tail=plan.tail + none)
     counts = plan.head, plan.full, plan.tail
-    return visibility.table(plan)[0], [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts]
+    return longest_first(plan), [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts]
 
 
 def _wider(shapes: dict[str, Any]) -> int:
@@ -125,7 +120,7 @@ def _wider(shapes: dict[str, Any]) -> int:
 class PallasFlashAttention:
     """The implementation for Hopper."""
 
-    version = 2
+    version = 3
     forward = staticmethod(forward)
 
     @staticmethod
@@ -142,17 +137,15 @@ class PallasFlashAttention:
             from ejkernel.kernels._pallas.gpu import flash_gradients
 
             return flash_gradients.defaults(shapes)
-        return (DEFAULTS_SEGMENTS if "q_segment_ids" in shapes else DEFAULTS)[_wider(shapes)]
+        return DEFAULTS[_wider(shapes)]
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
         """Blocks worth trying."""
         if direction == "backward":
             return [PallasFlashAttention.defaults(shapes, spec, device, direction)]
-        names, wider = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages"), _wider(shapes)
-        found = [FwdParams(**dict(zip(names, sizes, strict=True))) for sizes in SPACE[wider]]
-        segments = [DEFAULTS_SEGMENTS[wider]] if "q_segment_ids" in shapes else []
-        return list(dict.fromkeys(segments + found))
+        names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+        return [FwdParams(**dict(zip(names, sizes, strict=True))) for sizes in SPACE[_wider(shapes)]]
 
 
 kernel_registry.register(
@@ -165,8 +158,7 @@ kernel_registry.register(
         # The instructions that it is made of (wgmma) are Hopper's alone.
         devices=cuda(90, 90),
         dtypes=HALF,
-        # Others need another swizzle than the one that has run on a GPU.
-        head_dims=multiple_of(64, at_most=256),
+        head_dims=multiple_of(32, at_most=256),
         features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
         gradients={"query", "key", "value", "softmax_aux"},
     ),

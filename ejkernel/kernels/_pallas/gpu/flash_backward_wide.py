@@ -7,7 +7,7 @@ seven products a pair of blocks instead of five, nothing is added in global memo
     keys:     Sᵀ = K·Qᵀ   Pᵀ            dV += Pᵀ·dO                              one warpgroup
               dPᵀ = V·dOᵀ               dSᵀ = Pᵀ ∘ (dPᵀ - slope)  dK += dSᵀ·Q    another, with Pᵀ from the first
 
-A tile of 64 rows is split into *parts* of 64 or 128 columns, and a ring has slots for parts: a slot is filled again as soon
+A tile of 64 rows is split into *parts* of up to 128 columns, and a ring has slots for parts: a slot is filled again as soon
 as the products that read it are over, not when those of its whole tile are. A warpgroup's last product of a step and its
 first ones of the next form one *burst*. In the kernel for keys the ``turn`` barriers let one warpgroup's burst run while the
 other is busy with its exponentials; in that for queries both do the same, and are faster without. Every other barrier has one
@@ -25,7 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
+from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E, _transforms
 from ejkernel.kernels._pallas.gpu.flash_plan import SIDE, Call
 from ejkernel.kernels.varying import vary_as
 
@@ -48,8 +48,8 @@ class Wide(Call):
 
     @property
     def part(self) -> int:
-        """Columns of a part of a tile."""
-        return 128 if self.dim % 128 == 0 and self.value_dim % 128 == 0 else SIDE
+        """Columns of a part of a tile: those first that leave rows of shared memory with the widest swizzle."""
+        return next(x for x in (128, 64, 96, 32) if self.dim % x == self.value_dim % x == 0)
 
     @property
     def parts(self) -> int:
@@ -113,7 +113,7 @@ def _kernel(entry, inputs, optional: dict[str, Any], grid, out_type, scratch, in
 
 
 def _tile(dtype, *shape):
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1]))
 
 
 def _rem(i, n: int):
@@ -180,13 +180,17 @@ def _drain(filled, slots: int, free):
 
 
 class Walk:
-    """Where a block begins and which steps it has; read where it is used, registers are scarce."""
+    """A program's block, where it begins and which steps it has; read where it is used, registers are scarce."""
 
-    def __init__(self, c: Wide, ref, batch, block):
-        self.c, self.ref, self.where = c, ref, (batch if ref.shape[0] > 1 else 0, block)
+    def __init__(self, c: Wide, ref, batch):
+        self.c, self.ref, self.where = c, ref, (batch if ref.shape[0] > 1 else 0, lax.axis_index("block"))
 
     def _read(self, i: int):
         return self.ref[(*self.where, i)]
+
+    @property
+    def block(self):
+        return self._read(4)
 
     @property
     def begin(self):
@@ -321,7 +325,7 @@ def _store(c: Wide, accs, factor: float, smem, ref, where):
 
 
 def query_gradient(c: Wide, query, key, value, dout, rows, walks, optional: dict[str, Any], *, interpret: Any = False):
-    """dQ ``[B, Sq, H, D]``; ``rows``: ``[B, H, 2, blocks · 128]``, the lse in base 2 and the slope; ``walks``: ``[B|1, blocks, 4]``."""
+    """dQ ``[B, Sq, H, D]``; ``rows``: ``[B, H, 2, blocks · 128]``, the lse in base 2 and the slope; ``walks``: see ``longest_first``."""
     dtype = query.dtype
     keys, values = c.query_slots
     return _kernel(
@@ -346,9 +350,7 @@ def _query_program(c: Wide, inputs, optional, dq_ref, q_smem, do_smem, own_ready
                    k_smem, k_ready, k_free, v_smem, v_ready, v_free, ds_smem):  # fmt: skip
     q_ref, k_ref, v_ref, do_ref, rows_ref, walks_ref = inputs
     head, batch, warpgroup = (lax.axis_index(name) for name in ("head", "batch", "warpgroup"))
-    # The last blocks see the most keys where the future is hidden: they go first.
-    block = lax.axis_size("block") - 1 - lax.axis_index("block")
-    walk = Walk(c, walks_ref, batch, block)
+    walk = Walk(c, walks_ref, batch)
     keys, values = Ring(k_smem, k_ready, k_free, c.parts), Ring(v_smem, v_ready, v_free, c.value_parts)
 
     @pl.when(warpgroup == CONSUMERS)
@@ -369,7 +371,7 @@ def _query_program(c: Wide, inputs, optional, dq_ref, q_smem, do_smem, own_ready
     @pl.when(warpgroup < CONSUMERS)
     def _consume():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        row0 = block * (CONSUMERS * SIDE) + warpgroup * SIDE
+        row0 = walk.block * (CONSUMERS * SIDE) + warpgroup * SIDE
         own = pl.ds(row0, SIDE)
         q_own, do_own = q_smem.at[warpgroup], do_smem.at[warpgroup]
         for source, target in ((q_ref, q_own), (do_ref, do_own)):
@@ -457,9 +459,9 @@ def _key_program(c: Wide, inputs, optional, dk_ref, dv_ref, k_smem, v_smem, k_re
                  vector_smem, vector_ready, vector_free, q_smem, q_ready, q_free, do_smem, do_ready, do_free,
                  turn, left_smem):  # fmt: skip
     q_ref, k_ref, v_ref, do_ref, rows_ref, walks_ref = inputs
-    kv_head, batch, block, warpgroup = (lax.axis_index(name) for name in ("head", "batch", "block", "warpgroup"))
-    walk = Walk(c, walks_ref, batch, block)
-    key0 = block * SIDE
+    kv_head, batch, warpgroup = (lax.axis_index(name) for name in ("head", "batch", "warpgroup"))
+    walk = Walk(c, walks_ref, batch)
+    key0 = walk.block * SIDE
     own = (batch, pl.ds(key0, SIDE), kv_head)
     queries, douts = Ring(q_smem, q_ready, q_free, c.parts), Ring(do_smem, do_ready, do_free, c.value_parts)
 

@@ -14,6 +14,7 @@ their softmax at different times, so that the tensor cores always have work.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
@@ -102,22 +103,27 @@ class Shared(NamedTuple):
     turn: Any
 
 
-class Walk(NamedTuple):
-    """What a program computes: ``steps`` of keys from ``begin``; from ``full`` on and before ``tail`` they need no mask."""
+class Walk:
+    """What a program computes. Counts are read where they are used: over a loop they would take registers."""
 
-    batch: Any
-    head: Any
-    block: Any
-    begin: Any
-    full: Any
-    tail: Any
-    steps: Any
+    def __init__(self, c: Forward, ref):
+        self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
+        self._ref, self._where = ref, (self.batch if ref.shape[0] > 1 else 0, lax.axis_index("block"))
+        self._ever = c.head, c.full, c.tail
+        self.begin, self.block = self._read(0), self._read(4)
+
+    def _read(self, i: int):
+        return self._ref[(*self._where, i)]
+
+    def before(self, part: int):
+        """Steps before the ``part``-th of: masked ones, unmasked ones, masked ones. What never happens is a constant."""
+        return sum((self._read(1 + i) for i in range(part) if self._ever[i]), jnp.int32(0))
 
 
 def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, interpret: Any = False):
     """The output ``[B, Sq, H, Dv]``, and the lse ``[B, H, blocks · rows]`` of all rows that the blocks have.
 
-    ``walks``: ``[B|1, blocks, 4]``, see ``visibility.table``; no block has fewer than one step.
+    ``walks``: see ``longest_first``; no block has fewer than one step.
     """
     batch, q_len, heads, _ = query.shape
     blocks = walks.shape[1]
@@ -127,7 +133,7 @@ def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, inte
     def entry(*refs):
         q_ref, k_ref, v_ref, walks_ref, *more = refs[:inputs]
         out_ref, lse_ref, *scratch = refs[inputs:]
-        shared, walk = Shared(*scratch), _walk(c, walks_ref, blocks)
+        shared, walk = Shared(*scratch), Walk(c, walks_ref)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == c.consumers)
@@ -189,17 +195,6 @@ def _shared(c: Forward, dtype) -> Shared:
     )
 
 
-def _walk(c: Forward, walks_ref, blocks: int) -> Walk:
-    head, batch = lax.axis_index("head"), lax.axis_index("batch")
-    # The last blocks see the most keys where the future is hidden: they go first.
-    block = blocks - 1 - lax.axis_index("block")
-    own = batch if walks_ref.shape[0] > 1 else 0
-    begin, *counts = (walks_ref[own, block, i] for i in range(4))
-    # What never happens is a constant: it takes no register.
-    full, unmasked, masked = (x if ever else 0 for x, ever in zip(counts, (c.head, c.full, c.tail), strict=True))
-    return Walk(batch, head, block, begin, full, full + unmasked, full + unmasked + masked)
-
-
 def _produce(c: Forward, shared: Shared, walk: Walk, k_ref, v_ref):
     plgpu.set_max_registers(PRODUCER_REGISTERS[c.consumers], action="decrease")
     kv_head = lax.div(walk.head, jnp.int32(c.group))
@@ -221,9 +216,10 @@ def _produce(c: Forward, shared: Shared, walk: Walk, k_ref, v_ref):
     def later(i, _):
         load(i, wait=True)
 
-    head_start = jnp.minimum(walk.steps, c.stages)
+    steps = walk.before(3)
+    head_start = jnp.minimum(steps, c.stages)
     lax.fori_loop(0, head_start, first, None)
-    lax.fori_loop(head_start, walk.steps, later, None)
+    lax.fori_loop(head_start, steps, later, None)
 
     # Every slot is waited for as often as it was filled, so that no program ends with barriers in flight.
     def drain(i, _):
@@ -231,12 +227,12 @@ def _produce(c: Forward, shared: Shared, walk: Walk, k_ref, v_ref):
         plgpu.barrier_wait(shared.k_free.at[slot])
         plgpu.barrier_wait(shared.v_free.at[slot])
 
-    lax.fori_loop(walk.steps - head_start, walk.steps, drain, None)
+    lax.fori_loop(steps - head_start, steps, drain, None)
 
 
 def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional, out_ref, lse_ref):
     plgpu.set_max_registers(CONSUMER_REGISTERS[c.consumers], action="increase")
-    batch, head, steps = walk.batch, walk.head, walk.steps
+    batch, head, steps = walk.batch, walk.head, walk.before(3)
     row0 = (walk.block * c.consumers + warpgroup) * ROWS
     q = shared.q.at[warpgroup]
     p_smem = shared.p.at[warpgroup] if c.interpreted else None
@@ -266,7 +262,7 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         def _():
             plgpu.barrier_wait(shared.k_ready.at[slot(i + 1)])
 
-    def softmax(s, i, top, total, masked: bool):
+    def softmax(s, i, top, total, masked: bool, begun: bool = False):
         """Weights of a step, the reference, by what earlier terms change with it, and the sum of weights so far.
 
         A row that has seen nothing keeps ``LOWEST``: its logits are -inf, which is not above, and its weights 0. Its
@@ -274,7 +270,7 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         """
         s = _logits(c, s)
         if masked:
-            s = _masked(c, s, optional, batch, row0, walk.begin + i * c.step)
+            s = _masked(c, s, optional, batch, row0, walk.begin + i * c.step, begun)
         factor = c.scale * LOG2E if c.folds else 1.0
         high = s.max(axis=1) * factor
         new_top = jnp.where(high > top + GROWTH, high, top)
@@ -282,7 +278,7 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         p = jnp.exp2(s * factor - lax.broadcast_in_dim(new_top, s.shape, [0]))
         return p, new_top, decay, total * decay + p.sum(axis=1)
 
-    def step(i, carry, masked: bool):
+    def step(i, carry, masked: bool, begun: bool):
         acc, top, total, p16 = carry
         now, before = slot(i), slot(i - 1)
         my_turn()
@@ -292,7 +288,7 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         your_turn()
         (s,) = _settled(c, 1, s)
         plgpu.barrier_arrive(shared.k_free.at[now])
-        p, top, decay, total = lax.optimization_barrier(softmax(s, i, top, total, masked))
+        p, top, decay, total = lax.optimization_barrier(softmax(s, i, top, total, masked, begun))
         next_keys(i)
         acc, p = _settled(c, 0, acc, p)
         plgpu.barrier_arrive(shared.v_free.at[before])
@@ -315,13 +311,12 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
     p, top, _, total = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
     next_keys(0)
     carry = acc, top, total, p.astype(shared.v.dtype)
-    for first, end, masked, ever in (
-        (1, walk.full, True, c.head),
-        (jnp.maximum(walk.full, 1), walk.tail, False, c.full),
-        (jnp.maximum(walk.tail, 1), steps, True, c.tail),
-    ):
+    # Where all rows have begun is the walk's first unmasked step, or would be: its last ones are masked at the other end.
+    parts = (True, False, c.head), (False, True, c.full), (True, True, c.tail)
+    for part, (masked, begun, ever) in enumerate(parts):
         if ever:
-            carry = lax.fori_loop(first, end, lambda i, x, masked=masked: step(i, x, masked), carry)
+            body = functools.partial(step, masked=masked, begun=begun)
+            carry = lax.fori_loop(jnp.maximum(walk.before(part), 1), walk.before(part + 1), body, carry)
     acc, top, total, p16 = carry
     last = slot(steps - 1)
     plgpu.barrier_wait(shared.v_ready.at[last])
@@ -338,6 +333,8 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         decay = jnp.exp2(top - new_top)
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
         total, top = total * decay + jnp.exp2(sink - new_top), new_top
+    # An address that is used at the end alone is computed there, from a number that the compiler does not have before.
+    row0 = row0 + lax.shift_right_logical(steps, jnp.int32(30))
     some = total > 0
     inverse = jnp.where(some, 1.0 / total, 0.0)
     lse_ref.at[batch, head, pl.ds(row0, ROWS)][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
@@ -355,31 +352,39 @@ def _logits(c: Forward, s):
     return s if c.folds else s * (c.scale * LOG2E)
 
 
-def _masked(c: Forward, s, optional, batch, row0, column0):
-    """``s`` with -inf where a row does not see a key. A row sees ``[start, stop)``, counted from the step's first key."""
+def _masked(c: Forward, s, optional, batch, row0, column0, begun: bool):
+    """``s`` with -inf where a row does not see a key. A row sees ``[start, stop)``, counted from the step's first key.
 
-    def loaded(name, start, size, axis):
+    ``begun``: no row has a start after the step's first key.
+    """
+
+    def part(name, start, size):
         ref = optional[name]
-        part = ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, size)]
-        return plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        return ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, size)]
+
+    def of_rows(name):
+        return plgpu.load(part(name, row0, ROWS), *_WHOLE, layout=by_row, optimized=False)
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
-    start = None
+    start = ids = None
     if c.packed:
-        start, stop = (loaded(name, row0, ROWS, 0) - column0 for name in ("start", "stop"))
+        stop = of_rows("stop") - column0
+        if not begun:
+            start = of_rows("start") - column0
     else:
-        stop = plgpu.layout_cast(jnp.full((ROWS,), c.kv_len - column0, jnp.int32), by_row)
         row = row0 - column0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row)
+        # Where there are segments, keys past the last have none.
+        end = c.step if c.segments else c.kv_len - column0
+        stop = plgpu.layout_cast(jnp.full((ROWS,), end, jnp.int32), by_row)
         if c.right is not None:
-            stop = jnp.minimum(stop, row + c.right)
-        if c.left is not None:
+            stop = row + c.right if c.segments else jnp.minimum(stop, row + c.right)
+        if c.left is not None and not begun:
             start = row + c.left
     if c.segments:
-        mine, theirs = loaded("q_ids", row0, ROWS, 0), loaded("kv_ids", column0, c.step, 1)
-        same = lax.broadcast_in_dim(mine, s.shape, [0]) == lax.broadcast_in_dim(theirs, s.shape, [1])
-        s = jnp.where(same, s, -jnp.inf)
+        mine = of_rows("q_ids")
         stop = jnp.where(mine > 0, stop, 0)
-    return _cut(c, s, stop) if start is None else _cut(c, s, stop, start)
+        ids = mine, part("kv_ids", column0, c.step)
+    return _cut(c, s, stop, start, ids)
 
 
 # What Pallas does not offer, in Mosaic GPU's own terms: products in flight as arrays, branches of a warp.
@@ -509,40 +514,62 @@ def _scaled(c: Forward, acc, decay):
     return scaled(acc, decay)
 
 
-def _cut(c: Forward, s, stop, *start):
-    """``s`` with -inf at columns from ``stop`` on and before ``start``, by rows.
+def _cut(c: Forward, s, stop, start, ids):
+    """``s`` with -inf, by rows, at columns from ``stop`` on, before ``start``, and where ``ids`` of row and key differ.
 
-    Bounds are moved by a lane's first column, so that every column is compared with a constant.
+    Bounds are moved by a lane's first column, so that every column is compared with a constant. A key's id is loaded where
+    it is compared: together they would take as many registers as half of the scores.
     """
+    by_row = plgpu.Layout.WGMMA.reduce(1)
     if c.interpreted:
         column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         seen = column < lax.broadcast_in_dim(stop, s.shape, [0])
-        for bound in start:
-            seen &= column >= lax.broadcast_in_dim(bound, s.shape, [0])
+        if start is not None:
+            seen &= column >= lax.broadcast_in_dim(start, s.shape, [0])
+        if ids is not None:
+            theirs = plgpu.load(ids[1], *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            seen &= lax.broadcast_in_dim(ids[0], s.shape, [0]) == lax.broadcast_in_dim(theirs, s.shape, [1])
         return jnp.where(seen, s, -jnp.inf)
-    by_row = plgpu.Layout.WGMMA.reduce(1)
+    given = {"stop": stop, "start": start, **dict(zip(("mine", "theirs"), ids or (), strict=False))}
+    given = {name: x for name, x in given.items() if x is not None}
+    types = [plgpu.RefType() if name == "theirs" else by_row for name in given]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, by_row, *[by_row] * len(start)), return_type=_array(s.shape))
-    def cut(_, s, *bounds):
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=_array(s.shape))
+    def cut(_, s, *values):
         # A lane has two neighbouring columns of every eight, and two rows: the fifth index of a register says which.
         lane_column = arith.muli(arith.remui(mgpu.thread_idx(), _constant(4)), _constant(2))
-        stop, *start = (
-            [arith.subi(x, lane_column) for register in bound.registers.flat for x in _scalars(register)]
-            for bound in bounds
-        )
+        values = dict(zip(given, values, strict=True))
+        theirs = values.pop("theirs", None)
+        by_rows = {
+            name: [x for register in value.registers.flat for x in _scalars(register)] for name, value in values.items()
+        }
+        mine = by_rows.pop("mine", None)
+        bounds = {name: [arith.subi(x, lane_column) for x in of_rows] for name, of_rows in by_rows.items()}
+        index, pair = ir.IndexType.get(), ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
+        loaded = {}
+
+        def key_ids(eight):
+            if eight not in loaded:
+                where = arith.index_cast(index, arith.addi(lane_column, _constant(8 * eight)))
+                loaded[eight] = _scalars(vector.load(pair, theirs, [where]))
+            return loaded[eight]
+
         registers = []
-        for index, register in np.ndenumerate(s.registers):
-            eight, row, parts = index[1], index[4], []
+        for at, register in np.ndenumerate(s.registers):
+            eight, row, parts = at[1], at[4], []
             for i, x in enumerate(_scalars(register)):
                 column = _constant(8 * eight + i)
-                seen = arith.cmpi(arith.CmpIPredicate.sgt, stop[row], column)
-                for bound in start:
-                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bound[row], column))
+                seen = arith.cmpi(arith.CmpIPredicate.sgt, bounds["stop"][row], column)
+                if "start" in bounds:
+                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bounds["start"][row], column))
+                if mine is not None:
+                    same = arith.cmpi(arith.CmpIPredicate.eq, mine[row], key_ids(eight)[i])
+                    seen = arith.andi(seen, same)
                 parts.append(arith.select(seen, x, _constant(-math.inf)))
             registers.append(vector.from_elements(register.type, parts))
         return _like(s, registers)
 
-    return cut(s, stop, *start)
+    return cut(s, *given.values())
 
 
 def _constant(x: int | float) -> ir.Value:

@@ -1,7 +1,8 @@
 """The backward on Hopper: which kernels run, the plan of their walks, and what is left to XLA.
 
-Heads of 64 and 128 take one kernel for all gradients (``flash_backward``). Wider ones leave it no registers: they take a
-kernel for queries and one for keys (``flash_backward_wide``), of which only those run whose gradients are wanted.
+Heads of 64 and 128 take one kernel for all gradients (``flash_backward``). Wider ones leave it no registers, others do not
+fill its squares: they take a kernel for queries and one for keys (``flash_backward_wide``), of which only those run whose
+gradients are wanted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     WARPS_A_GROUP,
     in_eights,
     key_intervals,
+    longest_first,
     mask_vectors,
     padded,
     segment_ids,
@@ -74,7 +76,7 @@ def backward(
 
 def single(dim: int, value_dim: int) -> bool:
     """Whether one kernel computes all gradients. (Queries of 64 beside values of 128 exceed its shared memory.)"""
-    return value_dim <= dim <= 2 * SIDE
+    return value_dim <= dim <= 2 * SIDE and dim % SIDE == value_dim % SIDE == 0
 
 
 def step_of(dim: int) -> int:
@@ -153,9 +155,10 @@ def _one_by_one(arrays, spec, inputs, optional, wanted, interpret) -> dict[str, 
     def run(kernel, ranges):
         # A step's vectors are loaded a few at a time, from aligned addresses.
         ranges = ranges._replace(begin=ranges.begin // TILE_ROWS * TILE_ROWS)
-        walks, unmasked, masked = visibility.table(visibility.plan_walk(ranges, SIDE, 1, False))
+        plan = visibility.plan_walk(ranges, SIDE, 1, False)
+        _, unmasked, masked = visibility.table(plan)
         c = flash_backward_wide.Wide(unmasked=unmasked, masked=masked, interpreted=bool(interpret), **common)
-        return kernel(c, *inputs, walks, optional, interpret=interpret)
+        return kernel(c, *inputs, longest_first(plan), optional, interpret=interpret)
 
     grads = {}
     if "query" in wanted:

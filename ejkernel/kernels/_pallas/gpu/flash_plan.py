@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ejkernel.kernels.intervals import intervals
+from ejkernel.kernels.visibility import Walk
 
 WARPS_A_GROUP = 4
 TILE_ROWS = 8
@@ -79,6 +81,23 @@ def statics(arrays: dict[str, Array], spec: Any) -> dict[str, Any]:
         "packed": "kv_start" in arrays,
         "segments": "q_segment_ids" in arrays,
     }
+
+
+def longest_first(plan: Walk) -> Array:
+    """``[B|1, blocks, 5]``: a block's begin, its masked, unmasked and masked steps, and its number; those with most steps first.
+
+    What starts last should be short, or one program runs on while all others are done. Of equals the last comes first.
+
+    Example:
+        >>> longest_first(Walk(*np.array([[[0, 0]], [[8, 16]], [[1, 1]], [[0, 1]], [[0, 0]]]))).tolist()
+        [[[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]]]
+    """
+    xp = np if isinstance(plan.begin, np.ndarray) else jnp
+    steps = plan.head + plan.full + plan.tail
+    block = np.broadcast_to(np.arange(steps.shape[1], dtype=np.int32), steps.shape)
+    order = xp.argsort(-(steps * steps.shape[1] + block), axis=1)
+    columns = (plan.begin, plan.head, plan.full, plan.tail, block)
+    return jnp.asarray(xp.stack([xp.take_along_axis(x, order, 1) for x in columns], -1), jnp.int32)
 
 
 def mask_vectors(arrays: dict[str, Array], rows: int, keys: int) -> dict[str, Array]:
