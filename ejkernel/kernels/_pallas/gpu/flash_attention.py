@@ -13,7 +13,6 @@ from jax import Array
 from ejkernel.kernels import visibility
 from ejkernel.kernels._pallas.gpu.flash_plan import (
     SIDE,
-    TILE_ROWS,
     WARPS_A_GROUP,
     in_eights,
     key_intervals,
@@ -99,11 +98,7 @@ def tiles(params: FwdParams, dim: int, value_dim: int) -> tuple[int, int, int]:
 def _walks(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[Array, list[bool]]:
     """The walks of all blocks of queries, and whether any has masked steps at first, unmasked ones, masked ones at last."""
     start, stop = key_intervals(arrays, spec)
-    segments = segment_ids(arrays)
-    ranges = visibility.key_ranges(start, stop, segments, block, arrays["key"].shape[1], shifted=False)
-    if segments:
-        # A step's ids are loaded a few at a time, from aligned addresses.
-        ranges = ranges._replace(begin=ranges.begin // TILE_ROWS * TILE_ROWS)
+    ranges = visibility.key_ranges(start, stop, segment_ids(arrays), block, arrays["key"].shape[1], shifted=False)
     plan = visibility.plan_walk(ranges, step, 1, False)
     # A block without a key walks one step that it does not see: its rows are written like all others.
     none = plan.head + plan.full + plan.tail == 0
