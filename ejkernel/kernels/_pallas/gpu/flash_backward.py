@@ -4,11 +4,11 @@ A program owns a block of keys; each computing warpgroup owns 64 of them and kee
 producer walks the queries that see the block and copies Q and dO by TMA into a ring. Scores are held transposed, keys by
 queries, so that P and dS are left operands in registers where keys are summed into:
 
-    Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    P = exp2(S - lse)    dV += Pᵀ·dO    dS = P (dP - slope)    dK += dSᵀ·Q    dQ = dS·K
+    Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ - slope    P = exp2(S - lse)    dV += Pᵀ·dO    dS = P dP    dK += dSᵀ·Q    dQ = dS·K
 
 Only dQ sums over keys of both warpgroups, so dS also goes through shared memory, one step behind: the product for the step
 before runs while the other warpgroup may still be at this one. Writers, warps of their own, add dQ's blocks to float32 in
-global memory by TMA. Programs add to a block of queries in the order of their keys, each waiting for a counter
+global memory by TMA. Programs add to a block of queries in the order in which they start, each waiting for a counter
 of that block, so that a rerun gives the same bits; the first to come stores, and nothing must be zeroed before.
 """
 
@@ -23,7 +23,9 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxlib.mlir.dialects import llvm
 
 from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
 from ejkernel.kernels._pallas.gpu.flash_plan import SIDE, Call
@@ -42,7 +44,8 @@ class Backward(Call):
         consumers: computing warpgroups of a program, each with 64 keys.
         step: queries of one step of the walk.
         stages: slots of the ring.
-        masked: whether any step has a mask.
+        head, tail: whether any walk has masked steps at first, at last.
+        descending: whether blocks of keys start from the last one and walk the queries upwards, or the other way round.
         warps: whether producer and writers are warps of one warpgroup; JAX knows that not in its interpreter, and not
             where arrays vary over a mesh (``jax.shard_map``). Else they are warpgroups.
 
@@ -52,8 +55,14 @@ class Backward(Call):
     consumers: int
     step: int
     stages: int
-    masked: bool
+    head: bool
+    tail: bool
+    descending: bool
     warps: bool = True
+
+    @property
+    def masked(self) -> bool:
+        return self.head or self.tail
 
     @property
     def writers(self) -> int:
@@ -80,14 +89,15 @@ def call(
 ):
     """``dQ`` in float32, without the scale, ``dK`` and ``dV``.
 
-    ``rows``: ``[B, H, 2, Sq]``, the lse in base 2, infinite where a row sees nothing, and the slope; ``walks``: ``[B|1, blocks of keys, 4]``; ``firsts``: for each
-    step of queries the first block of keys that visits it, ``[B|1, steps]``. Steps are whole: begins are multiples of them.
+    ``rows``: ``[B, H, 2, Sq]``, the lse in base 2, infinite where a row sees nothing, and minus the slope; ``walks``:
+    ``[B|1, blocks of keys, 4]``; ``firsts``: for each step of queries how many blocks of keys start before the first that
+    visits it, ``[B|1, steps]``. Steps are whole: begins are multiples of them.
     """
     c = dataclasses.replace(c, warps=not c.interpreted and not varying_axes(query, key, value, dout))
     batch, q_len, heads, _ = query.shape
     kv_heads, blocks = key.shape[2], walks.shape[1]
     if c.masked:
-        optional = {**optional, "places": jnp.arange(max(SIDE, c.step), dtype=jnp.int32)[None]}
+        optional = {**optional, "places": jnp.asarray(np.arange(max(SIDE, c.step), dtype=np.int32)[None])}
     names = tuple(optional)
     inputs = 7 + len(names)
 
@@ -145,23 +155,42 @@ def _scratch(c: Backward, dtype) -> list[Any]:
 def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, row_smem,
              kv_ready, q_ready, do_ready, free, ds_ready, dq_ready, dq_free, p_smem):  # fmt: skip
     q_ref, k_ref, v_ref, do_ref, rows_ref, walks_ref, firsts_ref = inputs
-    block = lax.axis_index("block")
+    nth = lax.axis_index("block")
+    block = walks_ref.shape[1] - 1 - nth if c.descending else nth
     chain = lax.axis_index("chains") * lax.axis_size("chain") + lax.axis_index("chain")
     batch, kv_head = lax.div(chain, jnp.int32(k_ref.shape[2])), lax.rem(chain, jnp.int32(k_ref.shape[2]))
     warpgroup = lax.axis_index("warpgroup")
     own = batch if walks_ref.shape[0] > 1 else 0
-    begin, masked_first, unmasked, masked_last = (walks_ref[own, block, i] for i in range(4))
-    steps = masked_first + unmasked + masked_last
     key0 = block * (c.consumers * SIDE)
-    total = steps * c.group
 
     counters = None if c.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR(_counters(c, q_ref)))
 
-    def place(t):
-        """The head and the first query of a step: the last queries come first, then all programs start alike."""
-        return kv_head * c.group + lax.div(t, steps), begin + (steps - 1 - lax.rem(t, steps)) * c.step
+    def walk():
+        """Where it begins, its first unmasked step, the masked one after those, how many there are.
+
+        Every role reads it: what the roles share is in registers of them all. What never happens is a constant.
+        """
+        begin, head, full, tail = (walks_ref[own, block, i] for i in range(4))
+        last = (head if c.head else 0) + full
+        return begin, head, last, last + (tail if c.tail else 0)
+
+    group = jnp.int32(c.group)
+
+    def order(t, steps):
+        """Which step of the walk comes: from the last one down, or upwards, and each for all heads of the group.
+
+        Walks that end alike then start alike, and no program is ahead of those that it waits for.
+        """
+        n = lax.div(t, group)
+        return n if c.descending else steps - 1 - n
+
+    def place(t, begin, steps):
+        """The head and the first query."""
+        return kv_head * c.group + lax.rem(t, group), begin + order(t, steps) * c.step
 
     def produce():
+        begin, _, _, steps = walk()
+        total = steps * c.group
         for r in range(c.consumers):
             keys = (batch, pl.ds(key0 + r * SIDE, SIDE), kv_head)
             for h in range(c.dim // SIDE):
@@ -169,7 +198,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[r], kv_ready)
 
         def load(t, wait):
-            head, row0 = place(t)
+            head, row0 = place(t, begin, steps)
             slot = lax.rem(t, jnp.int32(c.stages))
             rows = (batch, pl.ds(row0, c.step), head)
             if wait:
@@ -191,6 +220,8 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
     def write(writer):
         """Every ``writers``-th dQ, so that one may still be on its way when the next is ready."""
+        begin, _, _, steps = walk()
+        total = steps * c.group
 
         def add(n, _):
             turn = n * c.writers + writer
@@ -203,9 +234,9 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
             @pl.when(turn > 0)
             def _add():
-                head, row0 = place(turn - 1)
+                head, row0 = place(turn - 1, begin, steps)
                 step = lax.div(row0, jnp.int32(c.step))
-                earlier = block - firsts_ref[own, step]
+                earlier = nth - firsts_ref[own, step]
 
                 def copy(**how):
                     for part in range(c.consumers):
@@ -258,6 +289,8 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
     @pl.when(warpgroup < c.consumers)
     def _consume():
         plgpu.set_max_registers(c.registers, action="increase")
+        begin, first, last, steps = walk()
+        total = steps * c.group
         own_key0 = key0 + warpgroup * SIDE
         p_own = None if p_smem is None else p_smem.at[warpgroup]
         shape = (SIDE, c.step)
@@ -286,9 +319,9 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             plgpu.commit_smem()
             plgpu.barrier_arrive(dq_ready.at[lax.rem(turn, jnp.int32(c.writers))])
 
-        def step(t, i, dk_acc, dv_acc):
-            slot, zero = lax.rem(t, jnp.int32(c.stages)), _zero(t)
-            masked = (i < masked_first) | (i >= masked_first + unmasked)
+        def step(t, dk_acc, dv_acc):
+            slot, zero, i = lax.rem(t, jnp.int32(c.stages)), _zero(t), order(t, steps)
+            masked = (i < first if c.head else False) | (i >= last if c.tail else False)
             q, do = q_smem.at[slot], do_smem.at[slot]
 
             def seen():
@@ -300,7 +333,6 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 return lax.broadcast_in_dim(values, shape, [1])
 
             def softmax(s_acc, dp_acc):
-                plgpu.barrier_wait(q_ready.at[slot])
                 if c.masked and not c.interpreted:
                     # Where a pair does not count the sum starts at -inf, and stays there.
                     @pl.when(masked)
@@ -313,6 +345,9 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 plgpu.wgmma_wait(c.dim // SIDE)
                 release(t - 1)
                 plgpu.barrier_wait(do_ready.at[slot])
+                if not c.interpreted:
+                    # The sum starts at minus the slope.
+                    dp_acc[...] = by_query(1)
                 plgpu.wgmma(dp_acc, v_smem.at[zero + warpgroup], do.transpose((1, 0)))
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
                 if c.masked and c.interpreted:
@@ -321,17 +356,23 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 p = jnp.exp2((bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)) - by_query(0))
                 if c.masked and (c.cap or c.scale <= 0):
                     p = jnp.where(s == -jnp.inf, 0.0, p)
-                p = lax.optimization_barrier(p)
+                weight = p * (1 - bent * bent) if c.cap else None
+                if c.cap and c.dim == SIDE:
+                    # Two of these share a register; dS is rounded at least as much.
+                    p, weight = p.astype(do_smem.dtype), weight.astype(jnp.float16)
+                p, weight = lax.optimization_barrier((p, weight))
                 # This wait is a branch: without one, the compiler would move the exponentials behind the wait for dP.
                 plgpu.barrier_wait(ds_ready.at[lax.rem(t + SLOTS - 1, jnp.int32(SLOTS))])
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc))
-                ds = p * (dp - by_query(1))
-                if c.cap:
-                    ds = ds * (1 - bent * bent)
+                ds = (weight.astype(jnp.float32) if c.cap else p) * (dp + by_query(1) if c.interpreted else dp)
                 return lax.optimization_barrier((p.astype(do_smem.dtype), ds.astype(q_smem.dtype)))
 
+            # Before there are accumulators: the first product takes their zeros for nothing if no branch is between.
+            plgpu.barrier_wait(q_ready.at[slot])
             p, ds = pl.run_scoped(softmax, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             publish(t, ds)
+            # Else P would be rounded only after dQ's product has started, and take twice the registers beside it.
+            _branch(c)
 
             def products(dq_acc):
                 start_dq(dq_acc, t + SLOTS - 1)
@@ -340,25 +381,24 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 hand_over(t, dq_acc, 2)
 
             pl.run_scoped(products, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
-            return jnp.where(i > 0, i, steps) - 1
 
         def release(t):
             """Of a step before, whose products are through with the slot."""
             pl.when(t >= 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(t + c.stages, jnp.int32(c.stages))]))
 
-        def walk(dk_acc, dv_acc):
+        def all_steps(dk_acc, dv_acc):
             publish(jnp.int32(SLOTS - 1), plgpu.layout_cast(jnp.zeros(shape, q_smem.dtype), plgpu.Layout.WGMMA))
             plgpu.barrier_wait(kv_ready)
-            lax.fori_loop(0, total, lambda t, i: step(t, i, dk_acc, dv_acc), steps - 1)
+            lax.fori_loop(0, total, lambda t, _: step(t, dk_acc, dv_acc), None)
             plgpu.wgmma_wait(0)
             release(total - 1)
 
-            def last(dq_acc):
+            def finish(dq_acc):
                 plgpu.barrier_wait(ds_ready.at[lax.rem(total + SLOTS - 1, jnp.int32(SLOTS))])
                 start_dq(dq_acc, total + SLOTS - 1)
                 hand_over(total, dq_acc, 0)
 
-            pl.run_scoped(last, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
+            pl.run_scoped(finish, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
             # Both warpgroups are through with the keys when the writer is with dQ.
             plgpu.barrier_wait(dq_free.at[lax.rem(total, jnp.int32(c.writers))])
             v_smem.at[warpgroup][...] = dv_acc[...].astype(v_smem.dtype)
@@ -372,7 +412,20 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             plgpu.copy_smem_to_gmem(v_smem.at[warpgroup], dv_ref.at[keys])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.run_scoped(walk, *(plgpu.ACC((SIDE, width), jnp.float32) for width in (c.dim, c.value_dim)))
+        pl.run_scoped(all_steps, *(plgpu.ACC((SIDE, width), jnp.float32) for width in (c.dim, c.value_dim)))
+
+
+def _branch(c: Backward):
+    """A branch never taken: the compiler moves nothing across."""
+    if not c.interpreted:
+
+        @plgpu.inline_mgpu()
+        def branch(_):
+            never = "{ .reg .pred p; .reg .b32 r; mov.u32 r, %nctaid.x; setp.ne.u32 p, r, 0; @p bra.uni ON;"
+            stop = "STOP: nanosleep.u32 99; bra.uni STOP; ON: }"
+            llvm.inline_asm(None, [], never + stop, "", has_side_effects=True)
+
+        branch()
 
 
 def _zero(t):
