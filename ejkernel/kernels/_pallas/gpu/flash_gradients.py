@@ -85,6 +85,11 @@ def step_of(dim: int) -> int:
     return BLOCK * SIDE // dim
 
 
+def last_first(dim: int, right: int | None) -> bool:
+    """Whether the single kernel starts with the last keys: where the future is hidden, at 64 faster by 7 %, at 128 slower."""
+    return dim == SIDE and right is not None
+
+
 def defaults(shapes: dict[str, Any]) -> BwdParams:
     """Queries a step, keys of a program, warps that compute: what always runs, whatever is asked for.
 
@@ -104,8 +109,7 @@ def _all_at_once(arrays, spec, inputs, optional, interpret) -> dict[str, Array]:
     from ejkernel.kernels._pallas.gpu import flash_backward
 
     dim = arrays["query"].shape[3]
-    # Where the future is hidden, 7 % faster at 64 and slower at 128.
-    step, descending = step_of(dim), dim == SIDE and spec.window[1] is not None
+    step, descending = step_of(dim), last_first(dim, spec.window[1])
     walks, (head, tail), firsts, visited = _visits(arrays, spec, step, descending)
     c = flash_backward.Backward(
         consumers=CONSUMERS,
