@@ -120,6 +120,19 @@ def test_maxima_far_apart(direction, dtype, capfd):
     interpreted(arrays, {"causal": True}, parameters(128, 48, 8, 2), capfd)
 
 
+@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
+def test_a_warpgroup_leaves_out_what_only_others_see():
+    """What the second half of a block sees is never multiplied with the first half's zero weights: NaN stays away."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    query, key, value = inputs(q_len=128, kv_len=128)
+    spoiled = value.at[:, 64:].set(jnp.nan)
+    params = parameters(128, 64, 8, 2)
+    out, lse = run((query, key, spoiled), {"causal": True}, params, interpret=plgpu.InterpretGPUParams())
+    check((query[:, :64], key[:, :64], value[:, :64]), {"causal": True}, (out[:, :64], lse[..., :64]))
+    assert bool(jnp.isnan(out[:, 64:]).all())
+
+
 def test_a_window_that_leaves_blocks_without_keys(capfd):
     """Of 300 queries the first 225 look at keys before the first one."""
     options = {"sliding_window": (10, 0)}

@@ -232,7 +232,7 @@ def _produce(c: Forward, shared: Shared, walk: Walk, k_ref, v_ref):
 
 def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional, out_ref, lse_ref):
     plgpu.set_max_registers(CONSUMER_REGISTERS[c.consumers], action="increase")
-    batch, head, steps = walk.batch, walk.head, walk.before(3)
+    batch, head = walk.batch, walk.head
     row0 = (walk.block * c.consumers + warpgroup) * ROWS
     q = shared.q.at[warpgroup]
     p_smem = shared.p.at[warpgroup] if c.interpreted else None
@@ -242,6 +242,20 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
 
     def slot(i):
         return lax.rem(i, jnp.int32(c.stages))
+
+    # The far end of a static mask is known for every row: each warpgroup has its own, and leaves out what only others see.
+    own_end = c.tail and c.right is not None and not (c.packed or c.segments)
+
+    def before(part):
+        if not own_end or part < 2 or (part == 2 and not c.full):
+            return walk.before(part)
+        row = row0 if part == 2 else row0 + (ROWS - 1)
+        keys = jnp.maximum(jnp.minimum(row + c.right, c.kv_len) - walk.begin, 0)
+        steps = lax.div(keys if part == 2 else keys + (c.step - 1), jnp.int32(c.step))
+        least = walk.before(1) if part == 2 else jnp.maximum(walk.before(1), 1)
+        return jnp.clip(steps, least, walk.before(3))
+
+    steps = before(3)
 
     def my_turn():
         if c.turn:
@@ -316,12 +330,22 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
     for part, (masked, begun, ever) in enumerate(parts):
         if ever:
             body = functools.partial(step, masked=masked, begun=begun)
-            carry = lax.fori_loop(jnp.maximum(walk.before(part), 1), walk.before(part + 1), body, carry)
+            carry = lax.fori_loop(jnp.maximum(before(part), 1), before(part + 1), body, carry)
     acc, top, total, p16 = carry
     last = slot(steps - 1)
     plgpu.barrier_wait(shared.v_ready.at[last])
     (acc,) = _settled(c, 0, _start_mixed(c, acc, p16, shared.v.at[last], p_smem))
     plgpu.barrier_arrive(shared.v_free.at[last])
+
+    def skip(i, _):
+        my_turn()
+        your_turn()
+        for ready, free in ((shared.k_ready, shared.k_free), (shared.v_ready, shared.v_free)):
+            plgpu.barrier_wait(ready.at[slot(i)])
+            plgpu.barrier_arrive(free.at[slot(i)])
+
+    if own_end:
+        lax.fori_loop(steps, walk.before(3), skip, None)
     if c.turn:
         pl.when(warpgroup == 0)(my_turn)  # the turn that nobody took
 
