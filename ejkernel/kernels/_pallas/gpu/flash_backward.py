@@ -34,6 +34,8 @@ from ejkernel.kernels.varying import vary_as, varying_axes
 # Slots of dS: one is written, one read, and one may still be read by a warpgroup that is a step behind.
 SLOTS = 3
 SERVICE_REGISTERS = 24
+# What weights, which are at most 1, are multiplied by as float16: the least with all its digits is then 2**-29, not 2**-14.
+HALVES = 2.0**15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,15 +358,18 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 p = jnp.exp2((bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)) - by_query(0))
                 if c.masked and (c.cap or c.scale <= 0):
                     p = jnp.where(s == -jnp.inf, 0.0, p)
+                halves = bool(c.cap) and c.dim == SIDE
                 weight = p * (1 - bent * bent) if c.cap else None
-                if c.cap and c.dim == SIDE:
+                if halves:
                     # Two of these share a register; dS is rounded at least as much.
-                    p, weight = p.astype(do_smem.dtype), weight.astype(jnp.float16)
+                    p, weight = p.astype(do_smem.dtype), (weight * HALVES).astype(jnp.float16)
                 p, weight = lax.optimization_barrier((p, weight))
                 # This wait is a branch: without one, the compiler would move the exponentials behind the wait for dP.
                 plgpu.barrier_wait(ds_ready.at[lax.rem(t + SLOTS - 1, jnp.int32(SLOTS))])
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc))
-                ds = (weight.astype(jnp.float32) if c.cap else p) * (dp + by_query(1) if c.interpreted else dp)
+                if halves:
+                    weight = weight.astype(jnp.float32) * (1 / HALVES)
+                ds = (weight if c.cap else p) * (dp + by_query(1) if c.interpreted else dp)
                 return lax.optimization_barrier((p.astype(do_smem.dtype), ds.astype(q_smem.dtype)))
 
             # Before there are accumulators: the first product takes their zeros for nothing if no branch is between.
