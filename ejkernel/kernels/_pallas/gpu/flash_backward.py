@@ -25,10 +25,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir.dialects import llvm
 
-from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E
-from ejkernel.kernels._pallas.gpu.flash_plan import SIDE, Call
+from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, SIDE, Call
+from ejkernel.kernels._pallas.gpu.terms import WHOLE, branch, zero
 from ejkernel.kernels.varying import vary_as, varying_axes
 
 # Slots of dS: one is written, one read, and one may still be read by a warpgroup that is a step behind.
@@ -307,12 +306,12 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             plgpu.barrier_arrive(ds_ready.at[slot])
 
         def start_dq(acc, t):
-            slot, zero = lax.rem(t, jnp.int32(SLOTS)), _zero(t)
+            slot, none = lax.rem(t, jnp.int32(SLOTS)), zero(t)
             for r in range(c.consumers):
                 for h in range(c.dq_columns // SIDE):
                     row, column = (warpgroup, h) if c.by_rows else (0, warpgroup)
                     target = acc if c.dq_columns == SIDE else acc.at[:, h * SIDE : (h + 1) * SIDE]
-                    plgpu.wgmma(target, ds_smem.at[slot, r, row].transpose((1, 0)), k_smem.at[zero + r, column])
+                    plgpu.wgmma(target, ds_smem.at[slot, r, row].transpose((1, 0)), k_smem.at[none + r, column])
 
         def hand_over(turn, dq_acc, pending):
             plgpu.barrier_wait(dq_free.at[lax.rem(turn + c.writers - 1, jnp.int32(c.writers))])
@@ -322,7 +321,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             plgpu.barrier_arrive(dq_ready.at[lax.rem(turn, jnp.int32(c.writers))])
 
         def step(t, dk_acc, dv_acc):
-            slot, zero, i = lax.rem(t, jnp.int32(c.stages)), _zero(t), order(t, steps)
+            slot, none, i = lax.rem(t, jnp.int32(c.stages)), zero(t), order(t, steps)
             masked = (i < first if c.head else False) | (i >= last if c.tail else False)
             q, do = q_smem.at[slot], do_smem.at[slot]
 
@@ -331,7 +330,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
             def by_query(which):
                 part = row_smem.at[slot, which]
-                values = plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                values = plgpu.load(part, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                 return lax.broadcast_in_dim(values, shape, [1])
 
             def softmax(s_acc, dp_acc):
@@ -343,14 +342,14 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
                 for h in range(c.dim // SIDE):
                     part = q if c.dim == SIDE else q.at[:, h * SIDE : (h + 1) * SIDE]
-                    plgpu.wgmma(s_acc, k_smem.at[zero + warpgroup, h], part.transpose((1, 0)))
+                    plgpu.wgmma(s_acc, k_smem.at[none + warpgroup, h], part.transpose((1, 0)))
                 plgpu.wgmma_wait(c.dim // SIDE)
                 release(t - 1)
                 plgpu.barrier_wait(do_ready.at[slot])
                 if not c.interpreted:
                     # The sum starts at minus the slope.
                     dp_acc[...] = by_query(1)
-                plgpu.wgmma(dp_acc, v_smem.at[zero + warpgroup], do.transpose((1, 0)))
+                plgpu.wgmma(dp_acc, v_smem.at[none + warpgroup], do.transpose((1, 0)))
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
                 if c.masked and c.interpreted:
                     s = jnp.where(seen() | ~masked, s, -jnp.inf)
@@ -377,7 +376,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             p, ds = pl.run_scoped(softmax, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             publish(t, ds)
             # Else P would be rounded only after dQ's product has started, and take twice the registers beside it.
-            _branch(c)
+            branch(c)
 
             def products(dq_acc):
                 start_dq(dq_acc, t + SLOTS - 1)
@@ -420,24 +419,6 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
         pl.run_scoped(all_steps, *(plgpu.ACC((SIDE, width), jnp.float32) for width in (c.dim, c.value_dim)))
 
 
-def _branch(c: Backward):
-    """A branch never taken: the compiler moves nothing across."""
-    if not c.interpreted:
-
-        @plgpu.inline_mgpu()
-        def branch(_):
-            never = "{ .reg .pred p; .reg .b32 r; mov.u32 r, %nctaid.x; setp.ne.u32 p, r, 0; @p bra.uni ON;"
-            stop = "STOP: nanosleep.u32 99; bra.uni STOP; ON: }"
-            llvm.inline_asm(None, [], never + stop, "", has_side_effects=True)
-
-        branch()
-
-
-def _zero(t):
-    """Zero, but not for the compiler, which would keep in registers whatever does not change from step to step."""
-    return lax.shift_right_logical(t, jnp.int32(30))
-
-
 # What the programs that run at the same time should read and write, to find it in the second-level cache.
 CACHE = 40 * 2**20
 
@@ -469,12 +450,12 @@ def _visible(c: Backward, optional, batch, t, key0, row0):
     def vector(name, start, axis):
         ref = optional[name]
         part = ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, shape[axis])]
-        values = plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        values = plgpu.load(part, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
         return lax.broadcast_in_dim(values, shape, [axis])
 
     def position(start, axis):
         # Loaded: what the compiler computes it keeps in registers over the loop.
-        return start + vector("places", _zero(t), axis)
+        return start + vector("places", zero(t), axis)
 
     key = position(key0, 0)
     if c.packed:

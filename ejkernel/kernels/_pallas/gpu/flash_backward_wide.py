@@ -25,8 +25,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._pallas.gpu.flash_forward import _WHOLE, LOG2E, _transforms
-from ejkernel.kernels._pallas.gpu.flash_plan import SIDE, Call
+from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, SIDE, Call
+from ejkernel.kernels._pallas.gpu.terms import WHOLE, transforms, zero
 from ejkernel.kernels.varying import vary_as
 
 CONSUMERS = 2
@@ -113,7 +113,7 @@ def _kernel(entry, inputs, optional: dict[str, Any], grid, out_type, scratch, in
 
 
 def _tile(dtype, *shape):
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1]))
+    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1]))
 
 
 def _rem(i, n: int):
@@ -213,17 +213,12 @@ class Walk:
         return masked_again + masked_last
 
 
-def _zero(t):
-    """Zero, but not for the compiler."""
-    return lax.shift_right_logical(t, jnp.int32(30))
-
-
 def _score(acc, left, ring: Ring, t, after_first=lambda: None):
     """``acc += left · tileᵀ`` part by part, in flight."""
     # The compiler would keep all descriptors of an operand that stays where it is in registers over the loop.
-    zero = _zero(t)
+    none = zero(t)
     for p in range(ring.parts):
-        plgpu.wgmma(acc, left.at[zero + p], ring.wait(t, p).transpose((1, 0)))
+        plgpu.wgmma(acc, left.at[none + p], ring.wait(t, p).transpose((1, 0)))
         if p == 0:
             after_first()
 
@@ -274,7 +269,7 @@ def _scores(c: Wide, acc, masked, seen):
 
 def _load(ref, axis: int):
     """A vector along ``axis`` of ``[64, 64]`` in the layout of products."""
-    values = plgpu.load(ref, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+    values = plgpu.load(ref, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
     return lax.broadcast_in_dim(values, (SIDE, SIDE), [axis])
 
 
@@ -287,7 +282,7 @@ def _visible(c: Wide, optional, batch, t, query0, key0, query_axis: int):
 
     def position(start, axis):
         # Loaded: the compiler would keep what it computes in registers over the loop.
-        return start + vector("places", _zero(t), axis)
+        return start + vector("places", zero(t), axis)
 
     key_axis = 1 - query_axis
     key = position(key0, key_axis)
@@ -380,7 +375,7 @@ def _query_program(c: Wide, inputs, optional, dq_ref, q_smem, do_smem, own_ready
 
         def by_row(i):
             part = rows_ref.at[batch, head, i, own]
-            return plgpu.load(part, *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return plgpu.load(part, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
         def wide(vector):
             return lax.broadcast_in_dim(vector, (SIDE, SIDE), [0])
@@ -525,7 +520,7 @@ def _key_program(c: Wide, inputs, optional, dk_ref, dv_ref, k_smem, v_smem, k_re
             dp = dp - by_query(t)
             slot = _rem(t, 2)
             plgpu.barrier_wait(p_ready.at[slot])
-            factor = plgpu.load(p_smem.at[slot], *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=True)
+            factor = plgpu.load(p_smem.at[slot], *WHOLE, layout=plgpu.Layout.WGMMA, optimized=True)
             plgpu.barrier_arrive(p_free.at[slot])
             return (factor.astype(jnp.float32) * dp).astype(q_ref.dtype)
 

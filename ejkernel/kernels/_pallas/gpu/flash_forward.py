@@ -15,37 +15,29 @@ their softmax at different times, so that the tensor cores always have work.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
-from ejkernel.kernels._pallas.gpu.flash_plan import Call
+from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, Call
+from ejkernel.kernels._pallas.gpu.terms import (
+    ROWS,
+    WHOLE,
+    cut,
+    scaled,
+    settled,
+    start_mixed,
+    start_scores,
+    transforms,
+    zero,
+)
 from ejkernel.kernels.varying import vary_as
 
-# The module; the package has a function of that name.
-_wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
-
-LOG2E = math.log2(math.e)
-# The index that ``plgpu.load`` wants before jax 0.11, warns of since, and knows no more in 0.12.
-_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
-_WHOLE = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
-# Rows of a warpgroup: those of one product.
-ROWS = 64
-# Keys of one instruction of P·V.
-CHUNK = 16
 # Where the reference starts. Finite, so that a row without a visible key meets no inf - inf.
 LOWEST = -1e30
 # A row's weights are 2**(logit - reference). The reference cancels in the output and the lse, so any will do that keeps
@@ -163,19 +155,9 @@ def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, inte
     return vary_as(run(query, key, value, walks, *optional.values()), query)
 
 
-def _swizzle(width: int) -> int:
-    """Bytes: the widest swizzle that divides a row of 16-bit elements."""
-    return min(128, (width * 2) & -(width * 2))
-
-
-def _transforms(width: int) -> tuple[Any, ...]:
-    swizzle = _swizzle(width)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
-
-
 def _shared(c: Forward, dtype) -> Shared:
     def tile(*shape):
-        return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1]))
+        return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1]))
 
     filled = plgpu.Barrier(num_arrivals=1, num_barriers=c.stages)
     freed = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages)
@@ -296,17 +278,17 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         acc, top, total, p16 = carry
         now, before = slot(i), slot(i - 1)
         my_turn()
-        s = _start_scores(c, q, shared.k.at[now])
+        s = start_scores(c, q, shared.k.at[now])
         plgpu.barrier_wait(shared.v_ready.at[before])
-        acc = _start_mixed(c, acc, p16, shared.v.at[before], p_smem)
+        acc = start_mixed(c, acc, p16, shared.v.at[before], p_smem)
         your_turn()
-        (s,) = _settled(c, 1, s)
+        (s,) = settled(c, 1, s)
         plgpu.barrier_arrive(shared.k_free.at[now])
         p, top, decay, total = lax.optimization_barrier(softmax(s, i, top, total, masked, begun))
         next_keys(i)
-        acc, p = _settled(c, 0, acc, p)
+        acc, p = settled(c, 0, acc, p)
         plgpu.barrier_arrive(shared.v_free.at[before])
-        return _scaled(c, acc, decay), top, total, p.astype(shared.v.dtype)
+        return scaled(c, acc, decay), top, total, p.astype(shared.v.dtype)
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
     top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), by_row)
@@ -318,9 +300,9 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         pl.when(warpgroup == c.consumers - 1)(your_turn)
     plgpu.barrier_wait(shared.k_ready.at[0])
     my_turn()
-    s = _start_scores(c, q, shared.k.at[0])
+    s = start_scores(c, q, shared.k.at[0])
     your_turn()
-    (s,) = _settled(c, 0, s)
+    (s,) = settled(c, 0, s)
     plgpu.barrier_arrive(shared.k_free.at[0])
     p, top, _, total = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
     next_keys(0)
@@ -334,7 +316,7 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
     acc, top, total, p16 = carry
     last = slot(steps - 1)
     plgpu.barrier_wait(shared.v_ready.at[last])
-    (acc,) = _settled(c, 0, _start_mixed(c, acc, p16, shared.v.at[last], p_smem))
+    (acc,) = settled(c, 0, start_mixed(c, acc, p16, shared.v.at[last], p_smem))
     plgpu.barrier_arrive(shared.v_free.at[last])
 
     def skip(i, _):
@@ -358,7 +340,7 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
         total, top = total * decay + jnp.exp2(sink - new_top), new_top
     # An address that is used at the end alone is computed there, from a number that the compiler does not have before.
-    row0 = row0 + lax.shift_right_logical(steps, jnp.int32(30))
+    row0 = row0 + zero(steps)
     some = total > 0
     inverse = jnp.where(some, 1.0 / total, 0.0)
     lse_ref.at[batch, head, pl.ds(row0, ROWS)][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
@@ -387,7 +369,7 @@ def _masked(c: Forward, s, optional, batch, row0, column0, begun: bool):
         return ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, size)]
 
     def of_rows(name):
-        return plgpu.load(part(name, row0, ROWS), *_WHOLE, layout=by_row, optimized=False)
+        return plgpu.load(part(name, row0, ROWS), *WHOLE, layout=by_row, optimized=False)
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
     start = ids = None
@@ -408,207 +390,4 @@ def _masked(c: Forward, s, optional, batch, row0, column0, begun: bool):
         mine = of_rows("q_ids")
         stop = jnp.where(mine > 0, stop, 0)
         ids = mine, part("kv_ids", column0, c.step)
-    return _cut(c, s, stop, start, ids)
-
-
-# What Pallas does not offer, in Mosaic GPU's own terms: products in flight as arrays, branches of a warp.
-
-
-def _array(shape) -> plgpu.ShapeDtypeStruct:
-    return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
-
-
-def _start_scores(c: Forward, q, k):
-    """``q · kᵀ`` in flight: an array that nobody may touch before it is settled."""
-    if c.interpreted:
-        return _product(q, k.transpose((1, 0)), c.step)
-    tiled = plgpu.RefType(_transforms(c.dim))
-
-    @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=_array((ROWS, c.step)))
-    def start(_, q, k):
-        zeros = mgpu.WGMMAAccumulator.zero(ROWS, c.step)
-        acc = mgpu.wgmma(zeros, q, mgpu.memref_transpose(k, (1, 0, 3, 2)), swizzle=_swizzle(c.dim))
-        nvvm.wgmma_commit_group_sync_aligned()
-        return acc.value
-
-    return start(q, k)
-
-
-def _start_mixed(c: Forward, acc, p16, v, p_smem):
-    """``acc + p16 · v`` in flight; ``p_smem`` is the interpreter's."""
-    if c.interpreted:
-        p_smem[...] = p16
-        plgpu.commit_smem()
-        return acc + _product(p_smem, v, c.value_dim)
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType(_transforms(c.value_dim))), return_type=_array(acc.shape)
-    )
-    def start(_, acc, p16, v):
-        acc = _by_chunks(acc, p16, v, _swizzle(c.value_dim))
-        nvvm.wgmma_commit_group_sync_aligned()
-        return acc
-
-    return start(acc, p16, v)
-
-
-def _product(a, b, columns: int):
-    """The interpreter's ``a · b``."""
-
-    def products(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(products, plgpu.ACC((ROWS, columns), jnp.float32))
-
-
-def _by_chunks(acc, p16, v, swizzle: int):
-    """``acc + p16 · v``, 16 keys an instruction. Mosaic GPU's own product wants as many keys as a swizzle has columns."""
-    columns = acc.shape[1]
-    (first, (_, (stride,))), _, fastest = mma_utils.create_descriptor(
-        v, swizzle=swizzle, group_size=(CHUNK, columns), logical_k_major=True
-    )
-    value = _wgmma.wgmma_fence(acc.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
-    p16 = _wgmma.wgmma_fence(p16)
-    kind, i64 = p16.mlir_dtype, ir.IntegerType.get_signless(64)
-    parameters = inspect.signature(_wgmma.wgmma_m64).parameters
-    kinds = {name: kind for name in ("element_type", "a_element_type", "b_element_type") if name in parameters}
-    registers = value.registers
-    for i in range(p16.shape[1] // CHUNK):
-        offset = arith.constant(i64, mma_utils.encode_addr(i * stride))
-        registers = _wgmma.wgmma_m64(
-            registers,
-            p16[:, i * CHUNK : (i + 1) * CHUNK],
-            llvm.add(first, offset, overflow_flags=llvm.IntegerOverflowFlags.none),
-            a_transpose=None,
-            b_transpose=fastest != mma_utils.Dim.K,
-            a_k_stride=None,
-            b_k_stride=stride,
-            n=columns,
-            swizzle=2 * CHUNK,  # by which it counts the instructions: one
-            **kinds,
-        )
-    return _like(value, registers.flat).to_layout(acc.layout)
-
-
-def _settled(c: Forward, pending: int, *arrays):
-    """``arrays`` once no more than ``pending`` products are in flight."""
-    if c.interpreted:
-        return arrays
-    layouts = (plgpu.Layout.WGMMA,) * len(arrays)
-
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=tuple(_array(x.shape) for x in arrays))
-    def settle(_, *arrays):
-        nvvm.wgmma_wait_group_sync_aligned(pending)
-        settled = fragmented_array.optimization_barrier(*arrays)
-        return tuple(settled) if len(arrays) > 1 else (settled,)
-
-    return settle(*arrays)
-
-
-def _scaled(c: Forward, acc, decay):
-    """``acc`` times ``decay`` by rows. A warp whose rows all have a decay of 1 skips it."""
-    if c.interpreted:
-        return acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, by_row), return_type=_array(acc.shape))
-    def scaled(_, acc, decay):
-        i32 = ir.IntegerType.get_signless(32)
-        changed = [
-            arith.extui(i32, arith.cmpf(arith.CmpFPredicate.UNE, x, _constant(1.0)))
-            for register in decay.registers.flat
-            for x in _scalars(register)
-        ]
-        # The branch is a whole warp's: products need its threads together.
-        vote = "{ .reg .pred a, b; setp.ne.b32 a, $1, 0; vote.sync.any.pred b, a, 0xffffffff; selp.b32 $0, 1, 0, b; }"
-        some = changed[0]
-        for x in changed[1:]:
-            some = arith.ori(some, x)
-        some = llvm.inline_asm(i32, [some], vote, "=r,r", has_side_effects=True)
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, _constant(0))
-        branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            scf.yield_(list((acc * decay.broadcast_in_dim(acc.shape, (0,), acc.layout)).registers.flat))
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(list(acc.registers.flat))
-        return _like(acc, branch.results)
-
-    return scaled(acc, decay)
-
-
-def _cut(c: Forward, s, stop, start, ids):
-    """``s`` with -inf, by rows, at columns from ``stop`` on, before ``start``, and where ``ids`` of row and key differ.
-
-    Bounds are moved by a lane's first column, so that every column is compared with a constant. A key's id is loaded where
-    it is compared: together they would take as many registers as half of the scores.
-    """
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    if c.interpreted:
-        column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-        seen = column < lax.broadcast_in_dim(stop, s.shape, [0])
-        if start is not None:
-            seen &= column >= lax.broadcast_in_dim(start, s.shape, [0])
-        if ids is not None:
-            theirs = plgpu.load(ids[1], *_WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            seen &= lax.broadcast_in_dim(ids[0], s.shape, [0]) == lax.broadcast_in_dim(theirs, s.shape, [1])
-        return jnp.where(seen, s, -jnp.inf)
-    given = {"stop": stop, "start": start, **dict(zip(("mine", "theirs"), ids or (), strict=False))}
-    given = {name: x for name, x in given.items() if x is not None}
-    types = [plgpu.RefType() if name == "theirs" else by_row for name in given]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=_array(s.shape))
-    def cut(_, s, *values):
-        # A lane has two neighbouring columns of every eight, and two rows: the fifth index of a register says which.
-        lane_column = arith.muli(arith.remui(mgpu.thread_idx(), _constant(4)), _constant(2))
-        values = dict(zip(given, values, strict=True))
-        theirs = values.pop("theirs", None)
-        by_rows = {
-            name: [x for register in value.registers.flat for x in _scalars(register)] for name, value in values.items()
-        }
-        mine = by_rows.pop("mine", None)
-        bounds = {name: [arith.subi(x, lane_column) for x in of_rows] for name, of_rows in by_rows.items()}
-        index, pair = ir.IndexType.get(), ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
-        loaded = {}
-
-        def key_ids(eight):
-            if eight not in loaded:
-                where = arith.index_cast(index, arith.addi(lane_column, _constant(8 * eight)))
-                loaded[eight] = _scalars(vector.load(pair, theirs, [where]))
-            return loaded[eight]
-
-        registers = []
-        for at, register in np.ndenumerate(s.registers):
-            eight, row, parts = at[1], at[4], []
-            for i, x in enumerate(_scalars(register)):
-                column = _constant(8 * eight + i)
-                seen = arith.cmpi(arith.CmpIPredicate.sgt, bounds["stop"][row], column)
-                if "start" in bounds:
-                    seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bounds["start"][row], column))
-                if mine is not None:
-                    same = arith.cmpi(arith.CmpIPredicate.eq, mine[row], key_ids(eight)[i])
-                    seen = arith.andi(seen, same)
-                parts.append(arith.select(seen, x, _constant(-math.inf)))
-            registers.append(vector.from_elements(register.type, parts))
-        return _like(s, registers)
-
-    return cut(s, *given.values())
-
-
-def _constant(x: int | float) -> ir.Value:
-    kind = ir.F32Type.get() if isinstance(x, float) else ir.IntegerType.get_signless(32)
-    return arith.constant(kind, x)
-
-
-def _scalars(register: ir.Value) -> list[ir.Value]:
-    [size] = ir.VectorType(register.type).shape
-    positions = [ir.DenseI64ArrayAttr.get([i]) for i in range(size)]
-    return [vector.extract(register, dynamic_position=[], static_position=position) for position in positions]
-
-
-def _like(array, registers) -> Any:
-    """An array of the same layout with other registers."""
-    new = np.empty(array.registers.shape, dtype=object)
-    new.flat = list(registers)
-    return mgpu.FragmentedArray(_registers=new, _layout=array.layout, _is_signed=None)
+    return cut(c, s, stop, start, ids)

@@ -7,7 +7,6 @@ gradients are wanted.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax import Array
 
 from ejkernel.kernels import visibility
 from ejkernel.kernels._pallas.gpu.flash_plan import (
+    LOG2E,
     SIDE,
     TILE_ROWS,
     WARPS_A_GROUP,
@@ -58,7 +58,7 @@ def backward(
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     rows, keys = (-(-x.shape[1] // BLOCK) * BLOCK + SIDE for x in (query, key))
     # A row that sees nothing, or lies past the end, weighs nothing.
-    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * math.log2(math.e))
+    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     in_one = single(query.shape[3], value.shape[3])
     by_row = jnp.stack([padded(base2, rows, jnp.inf), padded(-slope if in_one else slope, rows)], 2)
     inputs = [*map(in_eights, (query, key, value, dout)), by_row]

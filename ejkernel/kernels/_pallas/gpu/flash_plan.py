@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax import Array
 from ejkernel.kernels.intervals import intervals
 from ejkernel.kernels.visibility import Walk
 
+LOG2E = math.log2(math.e)
 WARPS_A_GROUP = 4
 TILE_ROWS = 8
 # Blocks are multiples of this, the rows of a warpgroup's product and the keys that the second product reads at once.
