@@ -54,6 +54,7 @@ CALLS = {
     "float16": ({"dtype": "float16"}, {"causal": True}),
     "head dim 32": ({"dim": 32}, {"causal": True}),
     "head dim 96": ({"dim": 96}, {"causal": True}),
+    "head dim 224": ({"dim": 224}, {"causal": True}),
     "value dim": ({"dim": 192, "value_dim": 128}, {"causal": True}),
     "narrower value dim": ({"dim": 160, "value_dim": 32}, {"causal": True}),
     "wider value dim": ({"dim": 64, "value_dim": 128, "dtype": "float16"}, {"causal": True}),

@@ -112,7 +112,9 @@ def test_interpreted(name, dims, capfd):
 
 @interpreted
 @pytest.mark.parametrize(
-    "dims", [(32, 32), (96, 96), (96, 64), (128, 128), (128, 64), (160, 32), (192, 128), (256, 256)], ids=str
+    "dims",
+    [(32, 32), (96, 96), (96, 64), (128, 128), (128, 64), (160, 32), (192, 128), (224, 224), (256, 256)],
+    ids=str,
 )
 def test_interpreted_at_other_head_dims(dims, capfd):
     check_interpreted({"q_len": 130, "kv_len": 200, "dims": dims}, {"causal": True}, capfd)
