@@ -179,20 +179,20 @@ def test_triton_leaves_chips_that_it_does_not_compile_for():
 def test_times_of_different_calls_are_not_compared(installed, tables):
     """cuDNN was measured at a length four times as long: that it took longer says nothing."""
     long = abstract(1, 1024, 4, 64)
-    tables["nvidia-h200"] = [
+    tables["nvidia-a100"] = [
         row(Platform.TRITON, 1e-4, {"q_blocksize": 64}, HALF_X, HALF_X, HALF_X, causal=True),
         row(Platform.CUDNN, 1e-3, {}, long, long, long, causal=True),
     ]
-    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="nvidia-h200")
+    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="nvidia-a100")
     assert explanation.chosen.platform is Platform.TRITON
     assert "10 x, measured" not in str(explanation)
 
 
 def test_sizes_may_differ_and_so_may_the_group(installed, tables):
     q, kv = abstract(2, 500, 28, 64), abstract(2, 500, 4, 64)
-    tables["nvidia-h200"] = [row(Platform.TRITON, 1e-4, {"q_blocksize": 32}, q, kv, kv, causal=True)]
+    tables["nvidia-a100"] = [row(Platform.TRITON, 1e-4, {"q_blocksize": 32}, q, kv, kv, causal=True)]
     more, fewer = abstract(2, 500, 32, 64), abstract(2, 500, 8, 64)
-    chosen = explain(FLASH, more, fewer, fewer, causal=True, device="nvidia-h200").chosen
+    chosen = explain(FLASH, more, fewer, fewer, causal=True, device="nvidia-a100").chosen
     assert (chosen.source, chosen.params.q_blocksize) == ("shipped", 32)
 
 

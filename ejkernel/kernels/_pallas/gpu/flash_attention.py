@@ -20,6 +20,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     mask_vectors,
     segment_ids,
     statics,
+    whole_tiles,
 )
 from ejkernel.ops.core.registry import kernel_registry
 from ejkernel.ops.core.support import HALF, Backend, Platform, Support, cuda, multiple_of
@@ -36,9 +37,9 @@ DEFAULTS = {
     256: FwdParams(q_blocksize=128, kv_blocksize=80, num_warps=8, num_stages=2),
 }
 SPACE = {
-    64: [(192, 128, 12, 4), (128, 192, 8, 3), (128, 128, 8, 4)],
-    128: [(128, 176, 8, 2), (128, 144, 8, 2), (128, 112, 8, 3), (128, 64, 8, 4)],
-    256: [(128, 80, 8, 2), (128, 64, 8, 2)],
+    64: [(192, 128, 12, 4), (128, 192, 8, 3)],
+    128: [(128, 176, 8, 2), (128, 144, 8, 2)],
+    256: [(128, 80, 8, 2)],
 }
 
 
@@ -58,8 +59,9 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         consumers=consumers,
         step=step,
         stages=stages,
-        # Two alternate between products and softmax. Three overlap without; so do two whose products are the longer part.
-        turn=consumers == 2 and max(query.shape[3], value.shape[3]) <= 128,
+        # Two alternate between products and softmax. Three overlap without; so do two if one part is much longer: the products
+        # of wide heads, the softmax with a cap.
+        turn=consumers == 2 and max(query.shape[3], value.shape[3]) <= 128 and not spec.logits_soft_cap,
         **statics(arrays, spec),
         sinks="softmax_aux" in arrays,
         head=head,
@@ -99,7 +101,7 @@ def _walks(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[
     """The walks of all blocks of queries, and whether any has masked steps at first, unmasked ones, masked ones at last."""
     start, stop = key_intervals(arrays, spec)
     ranges = visibility.key_ranges(start, stop, segment_ids(arrays), block, arrays["key"].shape[1], shifted=False)
-    plan = visibility.plan_walk(ranges, step, 1, False)
+    plan = visibility.plan_walk(ranges._replace(begin=whole_tiles(ranges.begin)), step, 1, False)
     # A block without a key walks one step that it does not see: its rows are written like all others.
     none = plan.head + plan.full + plan.tail == 0
     plan = plan._replace(begin=plan.begin * ~none, tail=plan.tail + none)
@@ -115,7 +117,7 @@ def _wider(shapes: dict[str, Any]) -> int:
 class PallasFlashAttention:
     """The implementation for Hopper."""
 
-    version = 3
+    version = 4
     forward = staticmethod(forward)
 
     @staticmethod
@@ -147,8 +149,7 @@ kernel_registry.register(
     "flash_attention",
     Platform.PALLAS,
     Backend.GPU,
-    # Below all others: it runs where it is pinned or was measured to be faster.
-    priority=-1,
+    priority=20,
     support=Support(
         # The instructions that it is made of (wgmma) are Hopper's alone.
         devices=cuda(90, 90),

@@ -74,9 +74,9 @@ class Forward(Call):
     tail: bool
 
     @property
-    def folds(self) -> bool:
-        """Whether the scale may wait until after the maximum: it keeps the order of logits."""
-        return self.scale > 0 and not self.cap
+    def factor(self) -> float:
+        """What is missing from ``_logits``, with log2(e). It is positive and keeps their order, so it may wait for the maximum."""
+        return (self.cap or max(self.scale, 0.0) or 1.0) * LOG2E
 
 
 class Shared(NamedTuple):
@@ -267,11 +267,10 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         s = _logits(c, s)
         if masked:
             s = _masked(c, s, optional, batch, row0, walk.begin + i * c.step, begun)
-        factor = c.scale * LOG2E if c.folds else 1.0
-        high = s.max(axis=1) * factor
+        high = s.max(axis=1) * c.factor
         new_top = jnp.where(high > top + GROWTH, high, top)
         decay = jnp.exp2(top - new_top)
-        p = jnp.exp2(s * factor - lax.broadcast_in_dim(new_top, s.shape, [0]))
+        p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(new_top, s.shape, [0]))
         return p, new_top, decay, total * decay + p.sum(axis=1)
 
     def step(i, carry, masked: bool, begun: bool):
@@ -352,10 +351,10 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
 
 
 def _logits(c: Forward, s):
-    """Logits times log2(e), unless the scale is folded in later."""
+    """Logits, but for ``c.factor``."""
     if c.cap:
-        return jnp.tanh(s * (c.scale / c.cap)) * (c.cap * LOG2E)
-    return s if c.folds else s * (c.scale * LOG2E)
+        return jnp.tanh(s * (c.scale / c.cap))
+    return s if c.scale > 0 else s * c.scale
 
 
 def _masked(c: Forward, s, optional, batch, row0, column0, begun: bool):

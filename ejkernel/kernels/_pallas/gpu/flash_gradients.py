@@ -18,7 +18,6 @@ from ejkernel.kernels import visibility
 from ejkernel.kernels._pallas.gpu.flash_plan import (
     LOG2E,
     SIDE,
-    TILE_ROWS,
     WARPS_A_GROUP,
     in_eights,
     key_intervals,
@@ -27,6 +26,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     padded,
     segment_ids,
     statics,
+    whole_tiles,
 )
 from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
 from ejkernel.ops.utils.datacarrier import BwdParams
@@ -164,8 +164,7 @@ def _one_by_one(arrays, spec, inputs, optional, wanted, interpret) -> dict[str, 
     common = statics(arrays, spec)
 
     def run(kernel, ranges):
-        # A step's vectors are loaded a few at a time, from aligned addresses.
-        ranges = ranges._replace(begin=ranges.begin // TILE_ROWS * TILE_ROWS)
+        ranges = ranges._replace(begin=whole_tiles(ranges.begin))
         plan = visibility.plan_walk(ranges, SIDE, 1, False)
         _, unmasked, masked = visibility.table(plan)
         c = flash_backward_wide.Wide(unmasked=unmasked, masked=masked, interpreted=bool(interpret), **common)

@@ -53,6 +53,11 @@ def in_eights(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
+def whole_tiles(row):
+    """The row where a walk may begin: TMA copies whole tiles, and drops the remainder of a row in silence."""
+    return row // TILE_ROWS * TILE_ROWS
+
+
 def key_intervals(arrays: dict[str, Array], spec: Any):
     if "kv_start" in arrays:
         return arrays["kv_start"], arrays["kv_stop"]
