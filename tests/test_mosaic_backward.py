@@ -149,6 +149,22 @@ def test_small_weights_keep_their_digits(dims):
 
 
 @interpreted
+def test_weights_reach_dk_with_more_digits_than_it_has():
+    """dS is rounded once for dQ and once for dK: were P rounded to bfloat16 on its way to dK, that would be less exact by a fifth."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    arrays = inputs(q_len=300, kv_len=300, dims=WIDE)
+    out, lse, grads = expected(arrays, {"causal": True})
+    residuals = jnp.asarray(out, arrays[0].dtype), jnp.asarray(lse, jnp.float32)
+    found = run(arrays, residuals, {"causal": True}, frozenset(grads), interpret=plgpu.InterpretGPUParams())
+    of_query, of_key = (
+        np.linalg.norm(np.asarray(found[name], np.float64) - grads[name]) / np.linalg.norm(grads[name])
+        for name in ("query", "key")
+    )
+    assert of_key < 1.1 * of_query
+
+
+@interpreted
 def test_rings_are_filled_again(capfd, monkeypatch):
     """With as few slots as the kernels for wide heads take."""
     from ejkernel.kernels._pallas.gpu import flash_backward_wide as wide
@@ -233,7 +249,9 @@ def test_defaults():
 def test_rings_fit(dim, value_dim):
     from ejkernel.kernels._pallas.gpu import flash_backward_wide as wide
 
-    of_call = dict.fromkeys(("scale", "cap", "left", "right", "kv_len", "packed", "segments", "unmasked", "masked"))
+    of_call = dict.fromkeys(
+        ("scale", "cap", "left", "right", "kv_len", "packed", "segments", "unmasked", "masked", "boost")
+    )
     c = wide.Wide(group=1, dim=dim, value_dim=value_dim, **of_call)
     part, rings = 2 * 64 * c.part, (c.query_slots, c.key_slots)
     assert all(first >= 2 * c.parts and second >= c.value_parts for first, second in rings)

@@ -12,6 +12,9 @@ as the products that read it are over, not when those of its whole tile are. A w
 first ones of the next form one *burst*. In the kernel for keys the ``turn`` barriers let one warpgroup's burst run while the
 other is busy with its exponentials; in that for queries both do the same, and are faster without. Every other barrier has one
 meaning: ``ready`` says that a slot holds data, ``free`` that all have read it.
+
+The second warpgroup's dS is rounded, so its Pᵀ should not be: it comes in float16, which has 3 bits more than bfloat16. The
+smallest weights would be lost there; so all are 2**boost times as large, by an lse that is lower by that, up to the results.
 """
 
 from __future__ import annotations
@@ -41,10 +44,12 @@ class Wide(Call):
 
     Attributes:
         unmasked, masked: whether any step is without a mask, whether any has one.
+        boost: the power of two by which weights are larger than they are.
     """
 
     unmasked: bool
     masked: bool
+    boost: int
 
     @property
     def part(self) -> int:
@@ -408,7 +413,7 @@ def _query_program(c: Wide, inputs, optional, dq_ref, q_smem, do_smem, own_ready
 
             steps = walk.run(step)
             keys.release_last(steps, 0)
-            _store(c, accs, c.scale, q_own, dq_ref, (batch, own, head))
+            _store(c, accs, c.scale * 2.0**-c.boost, q_own, dq_ref, (batch, own, head))
 
         pl.run_scoped(gradient, *_accumulators(c, c.dim))
 
@@ -435,7 +440,7 @@ def key_gradients(c: Wide, query, key, value, dout, rows, walks, optional: dict[
             own,
             plgpu.Barrier(num_arrivals=c.parts),
             plgpu.Barrier(num_arrivals=c.value_parts),
-            _tile(dtype, 2, SIDE, SIDE),
+            _tile(jnp.float16, 2, SIDE, SIDE),
             pair,
             pair,
             plgpu.SMEM((CONSUMERS, 2, SIDE), jnp.float32),
@@ -509,12 +514,11 @@ def _key_program(c: Wide, inputs, optional, dk_ref, dv_ref, k_smem, v_smem, k_re
 
         def weights(t, s, masked):
             p, factor = _weights(c, s, by_query(t), masked)
-            p = p.astype(q_ref.dtype)
             slot = _rem(t, 2)
             pl.when(t >= 2)(lambda: plgpu.barrier_wait(p_free.at[slot]))
-            p_smem.at[slot][...] = factor.astype(q_ref.dtype) if c.cap else p
+            p_smem.at[slot][...] = factor.astype(p_smem.dtype)
             plgpu.barrier_arrive(p_ready.at[slot])
-            return p
+            return p.astype(q_ref.dtype)
 
         def score_gradients(t, dp):
             dp = dp - by_query(t)
@@ -567,9 +571,9 @@ def _key_program(c: Wide, inputs, optional, dk_ref, dv_ref, k_smem, v_smem, k_re
             mixed.release_last(total, 0)
             if me == 0:
                 _drain(total, 2, lambda t: p_free.at[_rem(t, 2)])
-                _store(c, accs, 1.0, left, dv_ref, own)
+                _store(c, accs, 2.0**-c.boost, left, dv_ref, own)
             else:
-                _store(c, accs, c.scale, left, dk_ref, own)
+                _store(c, accs, c.scale * 2.0**-c.boost, left, dk_ref, own)
 
         pl.run_scoped(gradient, *_accumulators(c, c.value_dim if me == 0 else c.dim))
 

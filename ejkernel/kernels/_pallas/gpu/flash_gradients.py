@@ -60,7 +60,8 @@ def backward(
     # A row that sees nothing, or lies past the end, weighs nothing.
     base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     in_one = single(query.shape[3], value.shape[3])
-    by_row = jnp.stack([padded(base2, rows, jnp.inf), padded(-slope if in_one else slope, rows)], 2)
+    boost = 0 if in_one else boost_of(query.dtype)
+    by_row = jnp.stack([padded(base2 - boost, rows, jnp.inf), padded(-slope if in_one else slope, rows)], 2)
     inputs = [*map(in_eights, (query, key, value, dout)), by_row]
     optional = mask_vectors(arrays, rows, keys)
     of_kernels = wanted - {"softmax_aux"}
@@ -83,6 +84,13 @@ def single(dim: int, value_dim: int) -> bool:
 def step_of(dim: int) -> int:
     """Queries a step of the single kernel, whose two warpgroups share dQ: by rows at head dim 64, by columns at 128."""
     return BLOCK * SIDE // dim
+
+
+def boost_of(dtype: Any) -> int:
+    """The power of two that weights of wide heads are multiplied by: at most 2**15 then, half of float16's range, which dS
+    would leave were it in float16 too.
+    """
+    return 15 if dtype == jnp.bfloat16 else 0
 
 
 def last_first(dim: int, right: int | None) -> bool:
@@ -161,7 +169,7 @@ def _one_by_one(arrays, spec, inputs, optional, wanted, interpret) -> dict[str, 
 
     start, stop = key_intervals(arrays, spec)
     segments, kv_len = segment_ids(arrays), arrays["key"].shape[1]
-    common = statics(arrays, spec)
+    common = {**statics(arrays, spec), "boost": boost_of(arrays["query"].dtype)}
 
     def run(kernel, ranges):
         ranges = ranges._replace(begin=whole_tiles(ranges.begin))
