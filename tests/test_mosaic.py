@@ -144,6 +144,42 @@ def test_a_window_that_leaves_blocks_without_keys(capfd):
     interpreted(inputs(q_len=300, kv_len=75), options, parameters(128, 64, 8, 2), capfd)
 
 
+# Calls with keys that no query sees, and which those are.
+PADDED = {
+    "ids": (*CALLS["segments"], IDS[0] == 0),
+    "sequences": (*CALLS["packed"], np.arange(160) >= CUTS[-1]),
+    "before the window": ({"q_len": 90, "kv_len": 333}, {"sliding_window": (40, 0)}, np.arange(333) < 203),
+    "whole tiles before the window": ({"q_len": 90, "kv_len": 330}, {"sliding_window": (40, 0)}, np.arange(330) < 200),
+}
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_may_be_garbage(name, garbage, capfd):
+    """Its weight is 0, and 0 times NaN is not."""
+    if JAX < (0, 11):
+        pytest.skip("jax has no interpreter of Mosaic GPU before 0.11")
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    shape, options, hidden = PADDED[name]
+    query, key, value = inputs(**shape)
+    arrays = query, *(jnp.where(hidden[:, None, None], garbage, x).astype(x.dtype) for x in (key, value))
+    found = run(arrays, options, parameters(128, 64, 8, 2), interpret=plgpu.InterpretGPUParams())
+    check((query, *(jnp.where(hidden[:, None, None], 0, x) for x in (key, value))), options, found)
+
+
+@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
+def test_rows_that_see_nothing_are_zero_beside_a_nan():
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    query, key, value = inputs(q_len=100, kv_len=60)
+    out, lse = run((query, key, value.at[:, 0].set(jnp.nan)), {"causal": True}, parameters(128, 64, 8, 2),
+                   interpret=plgpu.InterpretGPUParams())  # fmt: skip
+    assert bool((out[:, :40] == 0).all())
+    assert bool((lse[..., :40] == -jnp.inf).all())
+    assert bool(jnp.isnan(out[:, 40:]).all())
+
+
 @pytest.mark.parametrize("name", ["two-sided window", "segments", "packed"])
 def test_walks_begin_at_whole_tiles(name):
     """TMA drops the remainder of a row, which the interpreter does not: a walk that began elsewhere met keys before its own."""

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import bound
-from test_mosaic import _plugin, compiled
+from test_mosaic import PADDED, _plugin, compiled
 from tolerances import assert_close
 
 from ejkernel import BwdParams, explain, flash_attention, kernel_registry, target
@@ -129,6 +129,21 @@ def test_rows_that_see_nothing_may_be_nan(dims, capfd):
         return [jnp.where(gone, jnp.nan, query), key, value, jnp.where(gone, jnp.nan, dout), dlse]
 
     check_interpreted({"dims": dims}, {"q_segment_ids": IDS, "kv_segment_ids": IDS}, capfd, spoil=spoil)
+
+
+@interpreted
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+def test_padding_may_be_garbage(name, dims, capfd):
+    """It has no gradient either."""
+    shape, options, hidden = PADDED[name]
+
+    def spoil(arrays):
+        query, key, value, *rest = arrays
+        garbage = np.where(np.arange(len(hidden)) % 2, np.nan, np.inf)[:, None, None]
+        return [query, *(jnp.where(hidden[:, None, None], garbage, x).astype(x.dtype) for x in (key, value)), *rest]
+
+    check_interpreted({**shape, "dims": dims}, options, capfd, spoil=spoil)
 
 
 @interpreted

@@ -21,6 +21,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     segment_ids,
     statics,
     whole_tiles,
+    without_padding,
 )
 from ejkernel.ops.core.registry import kernel_registry
 from ejkernel.ops.core.support import HALF, Backend, Platform, Support, cuda, multiple_of
@@ -47,6 +48,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``; ``interpret``: without a GPU."""
     from ejkernel.kernels._pallas.gpu import flash_forward
 
+    arrays, _ = without_padding(arrays, spec, backward=False)
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     q_len, kv_len = query.shape[1], key.shape[1]
     consumers, step, stages = tiles(params, query.shape[3], value.shape[3])

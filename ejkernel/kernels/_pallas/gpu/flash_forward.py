@@ -344,7 +344,9 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
     inverse = jnp.where(some, 1.0 / total, 0.0)
     lse_ref.at[batch, head, pl.ds(row0, ROWS)][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     target = (shared.q if shared.out is None else shared.out).at[warpgroup]
-    target[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(target.dtype)
+    # Beside a NaN that other rows see, a row that sees nothing has 0 · NaN.
+    acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+    target[...] = jnp.where(lax.broadcast_in_dim(some, acc.shape, [0]), acc, 0.0).astype(target.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(target, out_ref.at[batch, pl.ds(row0, ROWS), head])
     plgpu.wait_smem_to_gmem(0)

@@ -27,6 +27,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     segment_ids,
     statics,
     whole_tiles,
+    without_padding,
 )
 from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
 from ejkernel.ops.utils.datacarrier import BwdParams
@@ -55,6 +56,7 @@ def backward(
     All of ``params`` are clipped to the one set that the kernels take, see ``defaults``.
     """
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
+    arrays, hidden = without_padding(arrays, spec, backward=True)
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     rows, keys = (-(-x.shape[1] // BLOCK) * BLOCK + SIDE for x in (query, key))
     # A row that sees nothing, or lies past the end, weighs nothing.
@@ -71,6 +73,9 @@ def backward(
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, optional, of_kernels, interpret)
     grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
+    if hidden:
+        before = ((0, 0), (hidden, 0), (0, 0), (0, 0))
+        grads |= {name: jnp.pad(grads[name], before) for name in ("key", "value") if name in grads}
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}

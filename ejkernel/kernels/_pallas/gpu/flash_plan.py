@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,39 @@ def key_intervals(arrays: dict[str, Array], spec: Any):
     if "kv_start" in arrays:
         return arrays["kv_start"], arrays["kv_stop"]
     return intervals(spec.window, arrays["query"].shape[1], arrays["key"].shape[1])
+
+
+def without_padding(arrays: dict[str, Array], spec: Any, backward: bool) -> tuple[dict[str, Array], int]:
+    """``arrays`` with zeros for keys that are padding, and how many keys before all windows were left out.
+
+    Padding may be NaN, and a weight of 0 times NaN is not 0. It is what lies outside of all packed sequences, has an id of
+    0 or less, or lies before the first key of the first query's window. (A positive id that no query has is not looked for.)
+    A forward multiplies values by weights; what it makes of keys is cut by the mask.
+    """
+    q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
+    hidden, seen = 0, []
+    if "kv_start" in arrays:
+        start, stop = arrays["kv_start"], arrays["kv_stop"]
+        place = np.arange(kv_len, dtype=np.int32)
+        seen += [place >= jnp.where(start < stop, start, kv_len).min(1, keepdims=True)]
+        seen += [place < stop.max(1, keepdims=True)]
+    else:
+        start, stop = intervals(spec.window, q_len, kv_len)
+        hidden = int(start.min(where=start < stop, initial=kv_len))
+        # A forward reads from whole tiles on. Where no query sees anything, nothing is left out.
+        if hidden == kv_len or (not backward and whole_tiles(hidden) == hidden):
+            hidden = 0
+    if "kv_segment_ids" in arrays:
+        seen += [arrays["kv_segment_ids"] > 0]
+    if seen:
+        kept = functools.reduce(jnp.logical_and, seen)[..., None, None]
+        arrays = {**arrays, "value": jnp.where(kept, arrays["value"], 0)}
+        if backward:
+            arrays["key"] = jnp.where(kept, arrays["key"], 0)
+    if hidden:
+        of_keys = {"key", "value", "kv_segment_ids"} & arrays.keys()
+        arrays = {**arrays, **{name: arrays[name][:, hidden:] for name in of_keys}}
+    return arrays, hidden
 
 
 def segment_ids(arrays: dict[str, Array]):
