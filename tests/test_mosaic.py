@@ -145,11 +145,17 @@ def test_a_window_that_leaves_blocks_without_keys(capfd):
 
 
 # Calls with keys that no query sees, and which those are.
+LONG_IDS = np.where(np.arange(333) % 70 < 5, 0, 1)[None].astype(np.int32)
 PADDED = {
     "ids": (*CALLS["segments"], IDS[0] == 0),
     "sequences": (*CALLS["packed"], np.arange(160) >= CUTS[-1]),
     "before the window": ({"q_len": 90, "kv_len": 333}, {"sliding_window": (40, 0)}, np.arange(333) < 203),
     "whole tiles before the window": ({"q_len": 90, "kv_len": 330}, {"sliding_window": (40, 0)}, np.arange(330) < 200),
+    "ids and a window": (
+        {"q_len": 90, "kv_len": 333},
+        {"sliding_window": (40, 0), "q_segment_ids": np.ones((1, 90), np.int32), "kv_segment_ids": LONG_IDS},
+        (np.arange(333) < 203) | (LONG_IDS[0] == 0),
+    ),
 }
 
 

@@ -92,8 +92,9 @@ def step_of(dim: int) -> int:
 
 
 def boost_of(dtype: Any) -> int:
-    """The power of two that weights of wide heads are multiplied by: at most 2**15 then, half of float16's range, which dS
-    would leave were it in float16 too.
+    """The power of two that weights of wide heads are multiplied by: they are at most 2**15 then, half of float16's range.
+
+    None for float16 inputs: their dS is float16 too, and would leave that range.
     """
     return 15 if dtype == jnp.bfloat16 else 0
 
