@@ -108,10 +108,23 @@ def test_interpreted(name, capfd):
 
 
 @pytest.mark.parametrize(
-    "tile", [(64, 64, 4, 3), (192, 64, 12, 3), (192, 16, 12, 2), (128, 80, 8, 2), (128, 176, 8, 2)]
+    "tile", [(64, 64, 4, 3), (192, 64, 12, 3), (192, 16, 12, 2), (128, 80, 8, 2), (128, 160, 8, 2)]
 )
 def test_interpreted_with_other_tiles(tile, capfd):
     interpreted(inputs(q_len=200, kv_len=395), {"causal": True}, parameters(*tile), capfd)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "more keys", "window", "soft cap", "high sinks", "segments", "packed"]
+)
+@pytest.mark.parametrize("tile", [(128, 64, 8, 2), (192, 48, 12, 3)], ids=str)
+def test_programs_compute_one_block_after_another(name, tile, capfd, monkeypatch):
+    """As many as a GPU has multiprocessors; with two, each has several blocks."""
+    from ejkernel.kernels._pallas.gpu import flash_forward
+
+    monkeypatch.setattr(flash_forward, "PROGRAMS", 2)
+    shape, options = CALLS[name]
+    interpreted(inputs(**shape), options, parameters(*tile), capfd)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -210,7 +223,7 @@ def test_parameters_are_clipped(params, dims):
     assert consumers in (1, 2, 3)
     assert step in range(16, 257, 16)
     assert stages >= 2
-    output = 0 if dims[0] == dims[1] else dims[1]
+    output = 0 if dims[0] == dims[1] > 128 else dims[1]
     assert 2 * (64 * consumers * (dims[0] + output) + stages * step * sum(dims)) < 232448
 
 

@@ -226,7 +226,7 @@ def test_parameters_are_clipped(dims):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
 def test_traces_in_shard_map(dims, check_vma):
-    """Where JAX knows over which axes arrays vary it refuses warps of different roles: the single kernel then has none."""
+    """Where JAX knows over which axes arrays vary it refuses warps of different roles: kernels then have none."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
 
@@ -241,8 +241,7 @@ def test_traces_in_shard_map(dims, check_vma):
     with target("nvidia-h200"):
         traced = jax.make_jaxpr(mapped)(*arrays)
     assert [x.shape for x in traced.out_avals] == [x.shape for x in arrays]
-    if dims == SINGLE:
-        assert ("WarpMesh" in str(traced)) is not check_vma
+    assert ("WarpMesh" in str(traced)) is not check_vma
 
 
 def shapes_of(*dims):
@@ -316,7 +315,9 @@ for name in {names!r}:
     arrays = t.inputs(**{{**shape, "dims": {dims!r}}})
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
     residuals = arrays[3:]
-    jax.jit(lambda *x: t.run(x[:5], x[5:], options)).lower(*arrays, *residuals).compile()
+    text = jax.jit(lambda *x: t.run(x[:5], x[5:], options)).lower(*arrays, *residuals).compile().as_text()
+    fused = re.findall(r"^%fused.*?^}}", text, re.DOTALL | re.MULTILINE)
+    print("FUSED", name, len(fused), sum(" concatenate(" in x and " reduce(" in x for x in fused))
     reports = glob.glob(os.path.join(os.environ["MOSAIC_GPU_DUMP_TO"], "*.ptxas"))
     text = "".join(open(path).read() for path in reports)
     print("SPILLS", name, re.findall(r"([0-9]+) bytes spill", text), "serialized" in text)
@@ -351,6 +352,16 @@ def test_spills(dims, names, most, before, tmp_path):
     for name, spills, serialized in told:
         assert serialized == "False", name
         assert max(map(int, re.findall(r"\d+", spills))) <= most, (name, spills)
+
+
+@pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
+@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+def test_the_slope_is_not_summed_where_it_is_packed(dims, tmp_path):
+    """There XLA takes ten times as long."""
+    printed = compiled(COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=["causal"]), tmp_path)
+    [(fused, both)] = re.findall(r"FUSED causal (\d+) (\d+)", printed)
+    assert int(fused) > 0
+    assert int(both) == 0
 
 
 # On a GPU

@@ -169,7 +169,9 @@ def softmax_residuals(arrays: dict[str, Array], out: Array, lse: Array, dout: Ar
     zeros in what is returned, since they may hold NaN, and kernels sum over rows.
     """
     gone = lse == -jnp.inf
-    slope = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1).swapaxes(1, 2) - dlse
+    # Behind a barrier: XLA would put the sum into whatever packs it for a kernel, and take ten times as long on a GPU.
+    along = lax.optimization_barrier(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1))
+    slope = along.swapaxes(1, 2) - dlse
     if "softmax_aux" not in arrays and visibility.BY_DATA & arrays.keys():
         rows = gone.swapaxes(1, 2)[..., None]
         arrays = {**arrays, "query": jnp.where(rows, 0, arrays["query"])}

@@ -34,12 +34,12 @@ SHARED_MEMORY = 232448 - 3072
 # By the wider of the two head dims: queries of a program, keys a step, warps that compute, slots of the ring. Nothing spills.
 DEFAULTS = {
     64: FwdParams(q_blocksize=192, kv_blocksize=128, num_warps=12, num_stages=4),
-    128: FwdParams(q_blocksize=128, kv_blocksize=176, num_warps=8, num_stages=2),
+    128: FwdParams(q_blocksize=128, kv_blocksize=128, num_warps=8, num_stages=2),
     256: FwdParams(q_blocksize=128, kv_blocksize=80, num_warps=8, num_stages=2),
 }
 SPACE = {
     64: [(192, 128, 12, 4), (128, 192, 8, 3)],
-    128: [(128, 176, 8, 2), (128, 144, 8, 2)],
+    128: [(128, 128, 8, 2), (128, 160, 8, 2)],
     256: [(128, 80, 8, 2)],
 }
 
@@ -51,6 +51,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     arrays, _ = without_padding(arrays, spec, backward=False)
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     q_len, kv_len = query.shape[1], key.shape[1]
+    small = narrow(query.shape[3], value.shape[3])
     consumers, step, stages = tiles(params, query.shape[3], value.shape[3])
     walks, (head, full, tail) = _walks(arrays, spec, SIDE * consumers, step)
     # Vectors are read in whole blocks, past the last row too.
@@ -63,9 +64,10 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         stages=stages,
         # Two alternate between products and softmax. Three overlap without; so do two if one part is much longer: the products
         # of wide heads, the softmax with a cap.
-        turn=consumers == 2 and max(query.shape[3], value.shape[3]) <= 128 and not spec.logits_soft_cap,
+        turn=consumers == 2 and small and not spec.logits_soft_cap,
         **statics(arrays, spec),
         sinks="softmax_aux" in arrays,
+        persists=small,
         head=head,
         full=full,
         tail=tail,
@@ -75,19 +77,24 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     return out[:, :q_len], lse[..., :q_len]
 
 
+def narrow(dim: int, value_dim: int) -> bool:
+    """Whether shared memory has room for a block's output beside the next one's queries."""
+    return max(dim, value_dim) <= 128
+
+
 def tiles(params: FwdParams, dim: int, value_dim: int) -> tuple[int, int, int]:
     """Warpgroups, keys a step and slots: what was asked for, clipped to what the kernel and the chip take.
 
-    Each warpgroup has 64 queries, so the number of warps decides.
+    Each warpgroup has 64 queries, so the number of warps decides. The output takes the queries' place where it must and can.
 
     Example:
         >>> tiles(FwdParams(kv_blocksize=10_000, num_warps=64), 128, 128)
-        (3, 176, 2)
+        (3, 128, 2)
     """
     consumers = min(3, max(1, (params.num_warps or 8) // WARPS_A_GROUP))
     step = min(4 * SIDE, max(CHUNK, (params.kv_blocksize or SIDE) // CHUNK * CHUNK))
     stages = max(2, params.num_stages or 2)
-    own = dim if value_dim == dim else dim + value_dim  # the output takes the query's place if it can
+    own = dim + value_dim if value_dim != dim or narrow(dim, value_dim) else dim
 
     def fits() -> bool:
         return 2 * (consumers * SIDE * own + stages * step * (dim + value_dim)) <= SHARED_MEMORY
@@ -119,7 +126,7 @@ def _wider(shapes: dict[str, Any]) -> int:
 class PallasFlashAttention:
     """The implementation for Hopper."""
 
-    version = 4
+    version = 5
     forward = staticmethod(forward)
 
     @staticmethod

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, SIDE, Call
-from ejkernel.kernels._pallas.gpu.terms import WHOLE, branch, zero
+from ejkernel.kernels._pallas.gpu.terms import WHOLE, branch, modulo, zero
 from ejkernel.kernels.varying import vary_as, varying_axes
 
 # Slots of dS: one is written, one read, and one may still be read by a warpgroup that is a step behind.
@@ -200,7 +200,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
         def load(t, wait):
             head, row0 = place(t, begin, steps)
-            slot = lax.rem(t, jnp.int32(c.stages))
+            slot = modulo(t, c.stages)
             rows = (batch, pl.ds(row0, c.step), head)
             if wait:
                 plgpu.barrier_wait(free.at[slot])
@@ -215,7 +215,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
         # Every slot is waited for as often as it was filled, so that no program ends with barriers in flight.
         def drain(t, _):
-            plgpu.barrier_wait(free.at[lax.rem(t, jnp.int32(c.stages))])
+            plgpu.barrier_wait(free.at[modulo(t, c.stages)])
 
         lax.fori_loop(total - head_start, total, drain, None)
 
@@ -298,7 +298,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
         def publish(t, ds):
             """Put this warpgroup's dSᵀ where all see it."""
-            slot = lax.rem(t, jnp.int32(SLOTS))
+            slot = modulo(t, SLOTS)
             for i in range(c.step // SIDE):
                 part = ds if c.step == SIDE else ds[:, i * SIDE : (i + 1) * SIDE]
                 ds_smem.at[slot, warpgroup, i][...] = part
@@ -306,7 +306,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             plgpu.barrier_arrive(ds_ready.at[slot])
 
         def start_dq(acc, t):
-            slot, none = lax.rem(t, jnp.int32(SLOTS)), zero(t)
+            slot, none = modulo(t, SLOTS), zero(t)
             for r in range(c.consumers):
                 for h in range(c.dq_columns // SIDE):
                     row, column = (warpgroup, h) if c.by_rows else (0, warpgroup)
@@ -314,14 +314,14 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                     plgpu.wgmma(target, ds_smem.at[slot, r, row].transpose((1, 0)), k_smem.at[none + r, column])
 
         def hand_over(turn, dq_acc, pending):
-            plgpu.barrier_wait(dq_free.at[lax.rem(turn + c.writers - 1, jnp.int32(c.writers))])
+            plgpu.barrier_wait(dq_free.at[modulo(turn + c.writers - 1, c.writers)])
             dq = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dq_acc, wait_n=pending))
             dq_smem.at[warpgroup][...] = dq
             plgpu.commit_smem()
-            plgpu.barrier_arrive(dq_ready.at[lax.rem(turn, jnp.int32(c.writers))])
+            plgpu.barrier_arrive(dq_ready.at[modulo(turn, c.writers)])
 
         def step(t, dk_acc, dv_acc):
-            slot, none, i = lax.rem(t, jnp.int32(c.stages)), zero(t), order(t, steps)
+            slot, none, i = modulo(t, c.stages), zero(t), order(t, steps)
             masked = (i < first if c.head else False) | (i >= last if c.tail else False)
             q, do = q_smem.at[slot], do_smem.at[slot]
 
@@ -330,7 +330,9 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
             def by_query(which):
                 part = row_smem.at[slot, which]
-                values = plgpu.load(part, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                return plgpu.load(part, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+            def spread(values):
                 return lax.broadcast_in_dim(values, shape, [1])
 
             def softmax(s_acc, dp_acc):
@@ -348,13 +350,18 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 plgpu.barrier_wait(do_ready.at[slot])
                 if not c.interpreted:
                     # The sum starts at minus the slope.
-                    dp_acc[...] = by_query(1)
+                    dp_acc[...] = spread(by_query(1))
+                # Loaded together they are waited for once. Where a step has 128 queries, and with segments, registers are short.
+                lse = lax.optimization_barrier(by_query(0)) if c.step == SIDE and not c.segments else None
                 plgpu.wgmma(dp_acc, v_smem.at[none + warpgroup], do.transpose((1, 0)))
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
                 if c.masked and c.interpreted:
                     s = jnp.where(seen() | ~masked, s, -jnp.inf)
                 bent = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
-                p = jnp.exp2((bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)) - by_query(0))
+                p = jnp.exp2(
+                    (bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E))
+                    - spread(by_query(0) if lse is None else lse)
+                )
                 if c.masked and (c.cap or c.scale <= 0):
                     p = jnp.where(s == -jnp.inf, 0.0, p)
                 halves = bool(c.cap) and c.dim == SIDE
@@ -364,11 +371,11 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                     p, weight = p.astype(do_smem.dtype), (weight * HALVES).astype(jnp.float16)
                 p, weight = lax.optimization_barrier((p, weight))
                 # This wait is a branch: without one, the compiler would move the exponentials behind the wait for dP.
-                plgpu.barrier_wait(ds_ready.at[lax.rem(t + SLOTS - 1, jnp.int32(SLOTS))])
+                plgpu.barrier_wait(ds_ready.at[modulo(t + SLOTS - 1, SLOTS)])
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc))
                 if halves:
                     weight = weight.astype(jnp.float32) * (1 / HALVES)
-                ds = (weight if c.cap else p) * (dp + by_query(1) if c.interpreted else dp)
+                ds = (weight if c.cap else p) * (dp + spread(by_query(1)) if c.interpreted else dp)
                 return lax.optimization_barrier((p.astype(do_smem.dtype), ds.astype(q_smem.dtype)))
 
             # Before there are accumulators: the first product takes their zeros for nothing if no branch is between.
@@ -388,7 +395,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
         def release(t):
             """Of a step before, whose products are through with the slot."""
-            pl.when(t >= 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(t + c.stages, jnp.int32(c.stages))]))
+            pl.when(t >= 0)(lambda: plgpu.barrier_arrive(free.at[modulo(t + c.stages, c.stages)]))
 
         def all_steps(dk_acc, dv_acc):
             publish(jnp.int32(SLOTS - 1), plgpu.layout_cast(jnp.zeros(shape, q_smem.dtype), plgpu.Layout.WGMMA))
@@ -398,13 +405,13 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             release(total - 1)
 
             def finish(dq_acc):
-                plgpu.barrier_wait(ds_ready.at[lax.rem(total + SLOTS - 1, jnp.int32(SLOTS))])
+                plgpu.barrier_wait(ds_ready.at[modulo(total + SLOTS - 1, SLOTS)])
                 start_dq(dq_acc, total + SLOTS - 1)
                 hand_over(total, dq_acc, 0)
 
             pl.run_scoped(finish, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
             # Both warpgroups are through with the keys when the writer is with dQ.
-            plgpu.barrier_wait(dq_free.at[lax.rem(total, jnp.int32(c.writers))])
+            plgpu.barrier_wait(dq_free.at[modulo(total, c.writers)])
             v_smem.at[warpgroup][...] = dv_acc[...].astype(v_smem.dtype)
             dk = (dk_acc[...] * c.scale).astype(k_smem.dtype)
             for h in range(c.dim // SIDE):

@@ -1,19 +1,24 @@
-"""The forward kernel: one producer warpgroup feeds keys and values through shared memory, the others compute.
+"""The forward kernel: a producer feeds keys and values through shared memory, two or three warpgroups compute.
 
-A program owns a block of queries of one head; each computing warpgroup owns 64 of its rows. The producer walks the keys
-that the block needs and copies them by TMA into a ring of ``stages`` slots. A consumer is half a step ahead of itself:
+A program computes a block of queries of one head; each computing warpgroup owns 64 of its rows. The producer, a warp, walks
+the keys that the block needs and copies them by TMA into a ring of ``stages`` slots. A consumer is half a step ahead of
+itself, and a slot holds what it needs at once, a step's keys and the values of the one before:
 
     start S = Q·Kᵀ of this step, start O += P·V of the step before
     wait for S; P = softmax(S) in registers, while P·V runs
     wait for O; scale it where the softmax moved its reference
 
-Every barrier has one meaning. ``k_ready`` and ``v_ready``: a slot holds data. ``k_free`` and ``v_free``: all consumers have
-read it. ``q_ready``: a consumer's queries are there. ``turn``: a consumer may start its products; two that take turns do
-their softmax at different times, so that the tensor cores always have work.
+Every barrier has one meaning. ``ready``: a slot holds its keys and values. ``k_free`` and ``v_free``: all consumers have read
+those. ``q_ready``: a consumer's queries are there. ``q_free``: it has read them. ``turn``: a consumer may start its products;
+two that take turns do their softmax at different times, so that the tensor cores always have work.
+
+A program that ``persists`` computes one block after another, whichever is next when it is done: the producer is ahead with
+the next block's queries and keys while consumers end the last. Which one is next is in ``Shared.item``, in turns in one of two.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,15 +33,18 @@ from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, Call
 from ejkernel.kernels._pallas.gpu.terms import (
     ROWS,
     WHOLE,
+    by_rows,
     cut,
+    modulo,
     scaled,
     settled,
     start_mixed,
     start_scores,
+    take_item,
     transforms,
     zero,
 )
-from ejkernel.kernels.varying import vary_as
+from ejkernel.kernels.varying import vary_as, varying_axes
 
 # Where the reference starts. Finite, so that a row without a visible key meets no inf - inf.
 LOWEST = -1e30
@@ -44,6 +52,8 @@ LOWEST = -1e30
 # weights in range: it follows the maximum only when that is more than this above. Then weights are at most 2**8, far under
 # float16's 65504, and at least one was 1 when the reference was taken; sums are in float32. Most steps scale nothing.
 GROWTH = 8.0
+# Programs that persist, at most: the multiprocessors of the largest Hopper. On a smaller one some start late and find nothing left.
+PROGRAMS = 132
 # By consumers. Four warpgroups of 128 threads share 65536 registers.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 24, 3: 32}
@@ -59,6 +69,8 @@ class Forward(Call):
         stages: slots of the ring, two at least: a consumer waits for the next keys before it frees the last values.
         turn: whether consumers start their products in turns.
         sinks: whether there are any.
+        persists: whether programs compute one block after another.
+        warps: whether the producer is a warp, or a warpgroup.
         head, full, tail: whether any walk has masked steps at first, unmasked ones, masked ones at last.
 
     The interpreter knows nothing of Mosaic GPU's own terms: products then wait at once, and P goes through shared memory.
@@ -69,9 +81,11 @@ class Forward(Call):
     stages: int
     turn: bool
     sinks: bool
+    persists: bool
     head: bool
     full: bool
     tail: bool
+    warps: bool = True
 
     @property
     def factor(self) -> float:
@@ -87,20 +101,25 @@ class Shared(NamedTuple):
     v: Any
     out: Any
     p: Any
+    item: Any
     q_ready: Any
-    k_ready: Any
-    v_ready: Any
+    q_free: Any
+    ready: Any
     k_free: Any
     v_free: Any
     turn: Any
 
 
 class Walk:
-    """What a program computes. Counts are read where they are used: over a loop they would take registers."""
+    """A block to compute. Counts are read where they are used: over a loop they would take registers."""
 
-    def __init__(self, c: Forward, ref):
-        self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
-        self._ref, self._where = ref, (self.batch if ref.shape[0] > 1 else 0, lax.axis_index("block"))
+    def __init__(self, c: Forward, ref, item=None, batches: int = 1):
+        if item is None:
+            self.batch, self.head, place = (lax.axis_index(name) for name in ("batch", "head", "block"))
+        else:
+            place, self.batch = _divided(item, batches)
+            self.head, place = _divided(place, ref.shape[1])
+        self._ref, self._where = ref, (self.batch if ref.shape[0] > 1 else 0, place)
         self._ever = c.head, c.full, c.tail
         self.begin, self.block = self._read(0), self._read(4)
 
@@ -112,29 +131,65 @@ class Walk:
         return sum((self._read(1 + i) for i in range(part) if self._ever[i]), jnp.int32(0))
 
 
+def _divided(x, by: int):
+    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
+
+
 def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, interpret: Any = False):
     """The output ``[B, Sq, H, Dv]``, and the lse ``[B, H, blocks · rows]`` of all rows that the blocks have.
 
     ``walks``: see ``longest_first``; no block has fewer than one step.
     """
+    # A kernel for warps cannot be traced where ``shard_map`` checks over which axes values vary, and blocks are taken by a warp.
+    warps = not c.interpreted and not varying_axes(query, key, value)
+    c = dataclasses.replace(c, warps=warps, persists=c.persists and (warps or c.interpreted))
     batch, q_len, heads, _ = query.shape
     blocks = walks.shape[1]
+    items = heads * blocks * batch
     names = tuple(optional)
     inputs = 4 + len(names)
 
     def entry(*refs):
         q_ref, k_ref, v_ref, walks_ref, *more = refs[:inputs]
         out_ref, lse_ref, *scratch = refs[inputs:]
-        shared, walk = Shared(*scratch), Walk(c, walks_ref)
+        shared = Shared(*scratch)
+        work = Work(c, shared, q_ref, k_ref, v_ref, walks_ref, dict(zip(names, more, strict=True)), out_ref, lse_ref)
         warpgroup = lax.axis_index("warpgroup")
+        counter = pl.get_global(plgpu.SemaphoreType.REGULAR) if c.persists and not c.interpreted else None
 
         @pl.when(warpgroup == c.consumers)
         def _():
-            _produce(c, shared, walk, k_ref, v_ref)
+            plgpu.set_max_registers(PRODUCER_REGISTERS[c.consumers], action="decrease")
+            # Before jax 0.11 a warp does not know the grid.
+            walk = None if c.persists else Walk(c, walks_ref)
+
+            def produce():
+                if c.persists:
+                    _produce_all(work, items, counter)
+                else:
+                    _drain(work, _produce(work, walk, jnp.int32(0)))
+
+            if c.warps:
+                mesh = plgpu.WarpMesh(axis_name="warp")
+                pl.kernel(lambda: pl.when(lax.axis_index("warp") == 0)(produce), mesh=mesh)()
+            else:
+                produce()
 
         @pl.when(warpgroup < c.consumers)
         def _():
-            _consume(c, shared, walk, warpgroup, q_ref, dict(zip(names, more, strict=True)), out_ref, lse_ref)
+            plgpu.set_max_registers(CONSUMER_REGISTERS[c.consumers], action="increase")
+            if c.turn:
+                pl.when(warpgroup == c.consumers - 1)(lambda: plgpu.barrier_arrive(shared.turn.at[0]))
+            if c.persists:
+                _consume_all(work, warpgroup, items)
+            else:
+                walk = Walk(c, walks_ref)
+                _load_queries(work, walk, warpgroup)
+                plgpu.barrier_wait(shared.q_ready.at[warpgroup])
+                _consume(work, walk, warpgroup, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+            if c.turn:
+                pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))  # the turn that nobody took
 
     run = plgpu.kernel(
         entry,
@@ -143,8 +198,7 @@ def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, inte
             jax.ShapeDtypeStruct((batch, heads, blocks * c.consumers * ROWS), jnp.float32),
         ),
         scratch_types=list(_shared(c, query.dtype)),
-        grid=(heads, blocks, batch),
-        grid_names=("head", "block", "batch"),
+        **_grid(c, heads, blocks, batch),
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -155,42 +209,113 @@ def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, inte
     return vary_as(run(query, key, value, walks, *optional.values()), query)
 
 
+def _grid(c: Forward, heads: int, blocks: int, batch: int) -> dict[str, Any]:
+    """The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time."""
+    if c.persists:
+        return {"grid": (min(PROGRAMS, heads * blocks * batch),), "grid_names": ("program",)}
+    return {"grid": (heads, blocks, batch), "grid_names": ("head", "block", "batch")}
+
+
 def _shared(c: Forward, dtype) -> Shared:
     def tile(*shape):
         return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1]))
 
-    filled = plgpu.Barrier(num_arrivals=1, num_barriers=c.stages)
     freed = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages)
     one_each = plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers)
     return Shared(
         q=tile(c.consumers, ROWS, c.dim),
         k=tile(c.stages, c.step, c.dim),
         v=tile(c.stages, c.step, c.value_dim),
-        out=tile(c.consumers, ROWS, c.value_dim) if c.value_dim != c.dim else None,
+        out=tile(c.consumers, ROWS, c.value_dim) if c.persists or c.value_dim != c.dim else None,
         p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
+        item=plgpu.SMEM((2, 1), jnp.int32) if c.persists else None,
         q_ready=one_each,
-        k_ready=filled,
-        v_ready=filled,
+        q_free=one_each if c.persists else None,
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
         k_free=freed,
         v_free=freed,
         turn=one_each if c.turn else None,
     )
 
 
-def _produce(c: Forward, shared: Shared, walk: Walk, k_ref, v_ref):
-    plgpu.set_max_registers(PRODUCER_REGISTERS[c.consumers], action="decrease")
+class Work(NamedTuple):
+    """What a program works with."""
+
+    c: Forward
+    shared: Shared
+    q_ref: Any
+    k_ref: Any
+    v_ref: Any
+    walks_ref: Any
+    optional: dict[str, Any]
+    out_ref: Any
+    lse_ref: Any
+
+    def walk(self, item) -> Walk:
+        return Walk(self.c, self.walks_ref, item, self.q_ref.shape[0])
+
+    def slot(self, i):
+        return modulo(i, self.c.stages)
+
+
+def _load_queries(w: Work, walk: Walk, warpgroup):
+    rows = pl.ds((walk.block * w.c.consumers + warpgroup) * ROWS, ROWS)
+    source = w.q_ref.at[walk.batch, rows, walk.head]
+    plgpu.copy_gmem_to_smem(source, w.shared.q.at[warpgroup], w.shared.q_ready.at[warpgroup])
+
+
+def _produce_all(w: Work, items: int, counter):
+    c, shared = w.c, w.shared
+
+    def load_queries(item, first):
+        for i in range(c.consumers):
+
+            @pl.when(~first)
+            def _(i=i):
+                plgpu.barrier_wait(shared.q_free.at[i])
+
+            @pl.when(item < items)
+            def _(i=i):
+                _load_queries(w, w.walk(item), i)
+
+    def one(carry):
+        item, done, flip = carry
+        load_queries(item, done == 0)
+        done = _produce(w, w.walk(item), done)
+        # All consumers have read what was there: they are through with the queries before these.
+        return take_item(c, counter, shared.item.at[1 - flip], item), done, 1 - flip
+
+    item = take_item(c, counter, shared.item.at[0], None)
+    item, done, _ = lax.while_loop(lambda carry: carry[0] < items, one, (item, jnp.int32(0), jnp.int32(0)))
+    load_queries(item, done == 0)
+    for i in range(c.consumers):
+        plgpu.barrier_arrive(shared.q_ready.at[i])
+    _drain(w, done)
+
+
+def _produce(w: Work, walk: Walk, done):
+    """Copies a block's keys and values; ``done``: how many slots were filled, before and after."""
+    c, shared = w.c, w.shared
     kv_head = lax.div(walk.head, jnp.int32(c.group))
+    steps = walk.before(3)
 
     def load(i, wait):
-        slot = lax.rem(i, jnp.int32(c.stages))
-        keys = (walk.batch, pl.ds(walk.begin + i * c.step, c.step), kv_head)
-        for source, target, ready, free in (
-            (k_ref, shared.k, shared.k_ready, shared.k_free),
-            (v_ref, shared.v, shared.v_ready, shared.v_free),
-        ):
+        slot = w.slot(done + i)
+        keys = w.k_ref, shared.k, shared.k_free, i
+        values = w.v_ref, shared.v, shared.v_free, i - 1
+        for source, target, free, step in (keys, values):
             if wait:
                 plgpu.barrier_wait(free.at[slot])
-            plgpu.copy_gmem_to_smem(source.at[keys], target.at[slot], ready.at[slot])
+            some = (step >= 0) & (step < steps)
+
+            @pl.when(some)
+            def _(source=source, target=target, step=step):
+                rows = pl.ds(walk.begin + step * c.step, c.step)
+                plgpu.copy_gmem_to_smem(source.at[walk.batch, rows, kv_head], target.at[slot], shared.ready.at[slot])
+
+            @pl.when(~some)
+            def _():
+                plgpu.barrier_arrive(shared.ready.at[slot])
 
     def first(i, _):
         load(i, wait=False)
@@ -198,32 +323,47 @@ def _produce(c: Forward, shared: Shared, walk: Walk, k_ref, v_ref):
     def later(i, _):
         load(i, wait=True)
 
-    steps = walk.before(3)
-    head_start = jnp.minimum(steps, c.stages)
+    head_start = jnp.clip(c.stages - done, 0, steps + 1)
     lax.fori_loop(0, head_start, first, None)
-    lax.fori_loop(head_start, steps, later, None)
+    lax.fori_loop(head_start, steps + 1, later, None)
+    return done + steps + 1
 
-    # Every slot is waited for as often as it was filled, so that no program ends with barriers in flight.
+
+def _drain(w: Work, done):
+    """Every slot is waited for as often as it was filled, so that no program ends with barriers in flight."""
+
     def drain(i, _):
-        slot = lax.rem(i, jnp.int32(c.stages))
-        plgpu.barrier_wait(shared.k_free.at[slot])
-        plgpu.barrier_wait(shared.v_free.at[slot])
+        plgpu.barrier_wait(w.shared.k_free.at[w.slot(i)])
+        plgpu.barrier_wait(w.shared.v_free.at[w.slot(i)])
 
-    lax.fori_loop(steps - head_start, steps, drain, None)
+    lax.fori_loop(done - jnp.minimum(done, w.c.stages), done, drain, None)
 
 
-def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional, out_ref, lse_ref):
-    plgpu.set_max_registers(CONSUMER_REGISTERS[c.consumers], action="increase")
+def _consume_all(w: Work, warpgroup, items: int):
+    def next_item(flip):
+        plgpu.barrier_wait(w.shared.q_ready.at[warpgroup])
+        return w.shared.item[flip, 0]
+
+    def one(carry):
+        item, done, flip = carry
+        done = _consume(w, w.walk(item), warpgroup, done)
+        return next_item(1 - flip), done, 1 - flip
+
+    first = next_item(jnp.int32(0)), jnp.int32(0), jnp.int32(0)
+    lax.while_loop(lambda carry: carry[0] < items, one, first)
+
+
+def _consume(w: Work, walk: Walk, warpgroup, done):
+    """Computes a block; ``done``: in which slot of the ring it begins, and the next one does."""
+    c, shared, optional, out_ref, lse_ref = w.c, w.shared, w.optional, w.out_ref, w.lse_ref
     batch, head = walk.batch, walk.head
     row0 = (walk.block * c.consumers + warpgroup) * ROWS
     q = shared.q.at[warpgroup]
     p_smem = shared.p.at[warpgroup] if c.interpreted else None
-    plgpu.copy_gmem_to_smem(q_ref.at[batch, pl.ds(row0, ROWS), head], q, shared.q_ready.at[warpgroup])
-    plgpu.barrier_wait(shared.q_ready.at[warpgroup])
     other = lax.rem(warpgroup + 1, jnp.int32(c.consumers))
 
     def slot(i):
-        return lax.rem(i, jnp.int32(c.stages))
+        return w.slot(done + i)
 
     # The far end of a static mask is known for every row: each warpgroup has its own, and leaves out what only others see.
     own_end = c.tail and c.right is not None and not (c.packed or c.segments)
@@ -247,16 +387,13 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         if c.turn:
             plgpu.barrier_arrive(shared.turn.at[other])
 
-    def next_keys(i):
-        """Wait for the keys of the next step.
+    def next_pair(i):
+        """Wait for the next step's keys and this one's values.
 
         It stands between the exponentials and the wait for P·V: ptxas moves that wait to the front of its block of
         instructions, and would have the exponentials wait too, were there no branch between.
         """
-
-        @pl.when(i + 1 < steps)
-        def _():
-            plgpu.barrier_wait(shared.k_ready.at[slot(i + 1)])
+        plgpu.barrier_wait(shared.ready.at[slot(i + 1)])
 
     def softmax(s, i, top, total, masked: bool, begun: bool = False):
         """Weights of a step, the reference, by what earlier terms change with it, and the sum of weights so far.
@@ -267,26 +404,25 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
         s = _logits(c, s)
         if masked:
             s = _masked(c, s, optional, batch, row0, walk.begin + i * c.step, begun)
-        high = s.max(axis=1) * c.factor
+        high = by_rows(c, s, "max") * c.factor
         new_top = jnp.where(high > top + GROWTH, high, top)
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(new_top, s.shape, [0]))
-        return p, new_top, decay, total * decay + p.sum(axis=1)
+        return p, new_top, decay, total * decay + by_rows(c, p, "add")
 
     def step(i, carry, masked: bool, begun: bool):
         acc, top, total, p16 = carry
-        now, before = slot(i), slot(i - 1)
+        now = slot(i)
         my_turn()
         s = start_scores(c, q, shared.k.at[now])
-        plgpu.barrier_wait(shared.v_ready.at[before])
-        acc = start_mixed(c, acc, p16, shared.v.at[before], p_smem)
+        acc = start_mixed(c, acc, p16, shared.v.at[now], p_smem)
         your_turn()
         (s,) = settled(c, 1, s)
         plgpu.barrier_arrive(shared.k_free.at[now])
         p, top, decay, total = lax.optimization_barrier(softmax(s, i, top, total, masked, begun))
-        next_keys(i)
+        next_pair(i)
         acc, p = settled(c, 0, acc, p)
-        plgpu.barrier_arrive(shared.v_free.at[before])
+        plgpu.barrier_arrive(shared.v_free.at[now])
         return scaled(c, acc, decay), top, total, p.astype(shared.v.dtype)
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
@@ -295,16 +431,15 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
     acc = plgpu.layout_cast(jnp.zeros((ROWS, c.value_dim), jnp.float32), plgpu.Layout.WGMMA)
 
     # The first step has no product before it, the last none after it.
-    if c.turn:
-        pl.when(warpgroup == c.consumers - 1)(your_turn)
-    plgpu.barrier_wait(shared.k_ready.at[0])
+    plgpu.barrier_wait(shared.ready.at[slot(0)])
     my_turn()
-    s = start_scores(c, q, shared.k.at[0])
+    s = start_scores(c, q, shared.k.at[slot(0)])
     your_turn()
     (s,) = settled(c, 0, s)
-    plgpu.barrier_arrive(shared.k_free.at[0])
+    for free in (shared.k_free, shared.v_free):
+        plgpu.barrier_arrive(free.at[slot(0)])
     p, top, _, total = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
-    next_keys(0)
+    next_pair(0)
     carry = acc, top, total, p.astype(shared.v.dtype)
     # Where all rows have begun is the walk's first unmasked step, or would be: its last ones are masked at the other end.
     parts = (True, False, c.head), (False, True, c.full), (True, True, c.tail)
@@ -313,23 +448,21 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
             body = functools.partial(step, masked=masked, begun=begun)
             carry = lax.fori_loop(jnp.maximum(before(part), 1), before(part + 1), body, carry)
     acc, top, total, p16 = carry
-    last = slot(steps - 1)
-    plgpu.barrier_wait(shared.v_ready.at[last])
-    (acc,) = settled(c, 0, start_mixed(c, acc, p16, shared.v.at[last], p_smem))
-    plgpu.barrier_arrive(shared.v_free.at[last])
+    if c.persists:
+        plgpu.barrier_arrive(shared.q_free.at[warpgroup])
+    (acc,) = settled(c, 0, start_mixed(c, acc, p16, shared.v.at[slot(steps)], p_smem))
+    for free in (shared.k_free, shared.v_free):
+        plgpu.barrier_arrive(free.at[slot(steps)])
 
     def skip(i, _):
         my_turn()
         your_turn()
-        for ready, free in ((shared.k_ready, shared.k_free), (shared.v_ready, shared.v_free)):
-            plgpu.barrier_wait(ready.at[slot(i)])
+        plgpu.barrier_wait(shared.ready.at[slot(i)])
+        for free in (shared.k_free, shared.v_free):
             plgpu.barrier_arrive(free.at[slot(i)])
 
     if own_end:
-        lax.fori_loop(steps, walk.before(3), skip, None)
-    if c.turn:
-        pl.when(warpgroup == 0)(my_turn)  # the turn that nobody took
-
+        lax.fori_loop(steps + 1, walk.before(3) + 1, skip, None)
     if c.sinks:
         # A sink may be far above the reference: here it becomes the maximum.
         sinks = optional["sinks"]
@@ -344,12 +477,14 @@ def _consume(c: Forward, shared: Shared, walk: Walk, warpgroup, q_ref, optional,
     inverse = jnp.where(some, 1.0 / total, 0.0)
     lse_ref.at[batch, head, pl.ds(row0, ROWS)][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     target = (shared.q if shared.out is None else shared.out).at[warpgroup]
+    if c.persists:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     # Beside a NaN that other rows see, a row that sees nothing has 0 · NaN.
     acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
     target[...] = jnp.where(lax.broadcast_in_dim(some, acc.shape, [0]), acc, 0.0).astype(target.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(target, out_ref.at[batch, pl.ds(row0, ROWS), head])
-    plgpu.wait_smem_to_gmem(0)
+    return w.slot(done + walk.before(3) + 1)
 
 
 def _logits(c: Forward, s):

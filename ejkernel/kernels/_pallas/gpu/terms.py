@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
 
 from ejkernel.kernels._pallas.gpu.flash_plan import Call
 
@@ -33,6 +33,8 @@ WHOLE = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empt
 ROWS = 64
 # Keys of one instruction of P·V.
 CHUNK = 16
+# The layout of what there is one of in each row.
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def swizzle_of(width: int) -> int:
@@ -138,13 +140,20 @@ def settled(c: Call, pending: int, *arrays):
     return settle(*arrays)
 
 
+def by_rows(c: Call, x, how: str):
+    """The "max" or the sum ("add") of each row. Pallas would set shared memory aside, which threads of one row do not need."""
+    if c.interpreted:
+        return x.max(axis=1) if how == "max" else x.sum(axis=1)
+    rows = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=BY_ROW)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=rows)(lambda _, x: x.reduce(how, 1))(x)
+
+
 def scaled(c: Call, acc, decay):
     """``acc`` times ``decay`` by rows. A warp whose rows all have a decay of 1 skips it."""
     if c.interpreted:
         return acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-    by_row = plgpu.Layout.WGMMA.reduce(1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, by_row), return_type=_array(acc.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, BY_ROW), return_type=_array(acc.shape))
     def branch_of_a_warp(_, acc, decay):
         i32 = ir.IntegerType.get_signless(32)
         changed = [
@@ -175,7 +184,6 @@ def cut(c: Call, s, stop, start, ids):
     Bounds are moved by a lane's first column, so that every column is compared with a constant. A key's id is loaded where
     it is compared: together they would take as many registers as half of the scores.
     """
-    by_row = plgpu.Layout.WGMMA.reduce(1)
     if c.interpreted:
         column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         seen = column < lax.broadcast_in_dim(stop, s.shape, [0])
@@ -187,7 +195,7 @@ def cut(c: Call, s, stop, start, ids):
         return jnp.where(seen, s, -jnp.inf)
     given = {"stop": stop, "start": start, **dict(zip(("mine", "theirs"), ids or (), strict=False))}
     given = {name: x for name, x in given.items() if x is not None}
-    types = [plgpu.RefType() if name == "theirs" else by_row for name in given]
+    types = [plgpu.RefType() if name == "theirs" else BY_ROW for name in given]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=_array(s.shape))
     def compare(_, s, *values):
@@ -227,6 +235,25 @@ def cut(c: Call, s, stop, start, ids):
     return compare(s, *given.values())
 
 
+def take_item(c: Call, counter, slot, last):
+    """Which item is the next in all programs, for a warp, and in ``slot``, of shared memory; ``last``: the program's one before."""
+    if c.interpreted:
+        slot[0] = lax.axis_index("program") if last is None else last + lax.axis_size("program")
+        return slot[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def take(_, counter, slot):
+        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARP):
+            i32, pointer = ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(counter)
+            add = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
+            item = llvm.inline_asm(i32, [pointer], add, "=r,l", has_side_effects=True)
+            memref.store(item, slot, [arith.constant(ir.IndexType.get(), 0)])
+        nvvm.bar_warp_sync(_constant(-1))
+
+    take(counter, slot)
+    return slot[0]
+
+
 def branch(c: Call):
     """A branch never taken: the compiler moves nothing across."""
     if not c.interpreted:
@@ -238,6 +265,11 @@ def branch(c: Call):
             llvm.inline_asm(None, [], take + stop, "", has_side_effects=True)
 
         never()
+
+
+def modulo(i, n: int):
+    """``i`` modulo ``n``. Neither is negative: by a power of two it is one instruction."""
+    return lax.rem(i.astype(jnp.uint32), jnp.uint32(n)).astype(jnp.int32)
 
 
 def zero(count):
