@@ -31,6 +31,7 @@ from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, Call
 from ejkernel.kernels._pallas.gpu.terms import (
+    BY_ROW,
     ROWS,
     WHOLE,
     by_rows,
@@ -425,9 +426,8 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
         plgpu.barrier_arrive(shared.v_free.at[now])
         return scaled(c, acc, decay), top, total, p.astype(shared.v.dtype)
 
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), by_row)
-    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
+    top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), BY_ROW)
+    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
     acc = plgpu.layout_cast(jnp.zeros((ROWS, c.value_dim), jnp.float32), plgpu.Layout.WGMMA)
 
     # The first step has no product before it, the last none after it.
@@ -505,19 +505,18 @@ def _masked(c: Forward, s, optional, batch, row0, column0, begun: bool):
         return ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, size)]
 
     def of_rows(name):
-        return plgpu.load(part(name, row0, ROWS), *WHOLE, layout=by_row, optimized=False)
+        return plgpu.load(part(name, row0, ROWS), *WHOLE, layout=BY_ROW, optimized=False)
 
-    by_row = plgpu.Layout.WGMMA.reduce(1)
     start = ids = None
     if c.packed:
         stop = of_rows("stop") - column0
         if not begun:
             start = of_rows("start") - column0
     else:
-        row = row0 - column0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row)
+        row = row0 - column0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
         # Where there are segments, keys past the last have none.
         end = c.step if c.segments else c.kv_len - column0
-        stop = plgpu.layout_cast(jnp.full((ROWS,), end, jnp.int32), by_row)
+        stop = plgpu.layout_cast(jnp.full((ROWS,), end, jnp.int32), BY_ROW)
         if c.right is not None:
             stop = row + c.right if c.segments else jnp.minimum(stop, row + c.right)
         if c.left is not None and not begun:
