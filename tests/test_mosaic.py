@@ -1,5 +1,6 @@
 """Flash attention in Pallas Mosaic GPU: in JAX's interpreter, compiled for Hopper without one, and on a GPU."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -125,6 +126,23 @@ def test_programs_compute_one_block_after_another(name, tile, capfd, monkeypatch
     monkeypatch.setattr(flash_forward, "PROGRAMS", 2)
     shape, options = CALLS[name]
     interpreted(inputs(**shape), options, parameters(*tile), capfd)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "packed"])
+def test_a_program_for_each_block(name, capfd, monkeypatch):
+    """As under ``shard_map`` with its check of varying axes: consumers take turns, and no program has a second block."""
+    from ejkernel.kernels._pallas.gpu import flash_forward
+
+    call = flash_forward.call
+
+    def once(c, *arrays, **more):
+        assert c.persists
+        assert c.turn
+        return call(dataclasses.replace(c, persists=False), *arrays, **more)
+
+    monkeypatch.setattr(flash_forward, "call", once)
+    shape, options = CALLS[name]
+    interpreted(inputs(**shape), options, parameters(128, 64, 8, 2), capfd)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

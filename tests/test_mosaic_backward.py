@@ -357,7 +357,7 @@ def test_spills(dims, names, most, before, tmp_path):
 @pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
 @pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
 def test_the_slope_is_not_summed_where_it_is_packed(dims, tmp_path):
-    """There XLA takes ten times as long."""
+    """There XLA took 0.2 ms longer on an H200, of 1.5."""
     printed = compiled(COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=["causal"]), tmp_path)
     [(fused, both)] = re.findall(r"FUSED causal (\d+) (\d+)", printed)
     assert int(fused) > 0

@@ -169,7 +169,7 @@ def softmax_residuals(arrays: dict[str, Array], out: Array, lse: Array, dout: Ar
     zeros in what is returned, since they may hold NaN, and kernels sum over rows.
     """
     gone = lse == -jnp.inf
-    # Behind a barrier: XLA would put the sum into whatever packs it for a kernel, and take ten times as long on a GPU.
+    # Behind a barrier: XLA would put the sum into whatever packs it for a kernel. That cost 0.2 ms of 1.5 on an H200.
     along = lax.optimization_barrier(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1))
     slope = along.swapaxes(1, 2) - dlse
     if "softmax_aux" not in arrays and visibility.BY_DATA & arrays.keys():

@@ -95,7 +95,7 @@ class Forward(Call):
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a program; the output takes the queries' place where it fits."""
+    """Shared memory and barriers of a program; unless it persists, the output takes the queries' place where it fits."""
 
     q: Any
     k: Any
