@@ -24,10 +24,13 @@ X = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
 H200 = {"device": "nvidia-h200", "platform": "pallas"}
 
 
-def inputs(batch=1, q_len=160, kv_len=160, heads=2, kv_heads=1, dim=64, value_dim=None, dtype="bfloat16"):
+def inputs(batch=1, q_len=160, kv_len=160, heads=2, kv_heads=1, dim=64, value_dim=None, dtype="bfloat16", sharp=1.0):
+    """``sharp``: by how much larger queries of the last head are."""
     rng = np.random.default_rng(q_len + kv_len + dim)
     shapes = (batch, q_len, heads, dim), (batch, kv_len, kv_heads, dim), (batch, kv_len, kv_heads, value_dim or dim)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    arrays[0][:, :, -1] *= sharp
+    return [jnp.asarray(x, dtype) for x in arrays]
 
 
 IDS = np.repeat([[1, 2, 0, 3]], 1, 0).repeat([50, 30, 20, 60], 1).astype(np.int32)
@@ -52,6 +55,7 @@ CALLS = {
     "segments": ({}, {"causal": True, "q_segment_ids": IDS, "kv_segment_ids": IDS}),
     "segments without keys": ({}, {"q_segment_ids": LONELY, "kv_segment_ids": np.ones_like(LONELY)}),
     "packed": ({}, {"causal": True, "cum_seqlens_q": CUTS, "cum_seqlens_k": CUTS}),
+    "sharp": ({"q_len": 200, "kv_len": 395, "sharp": 30.0}, {"causal": True}),
     "float16": ({"dtype": "float16"}, {"causal": True}),
     "head dim 32": ({"dim": 32}, {"causal": True}),
     "head dim 96": ({"dim": 96}, {"causal": True}),
@@ -143,6 +147,71 @@ def test_a_program_for_each_block(name, capfd, monkeypatch):
     monkeypatch.setattr(flash_forward, "call", once)
     shape, options = CALLS[name]
     interpreted(inputs(**shape), options, parameters(128, 64, 8, 2), capfd)
+
+
+@pytest.fixture
+def complaints(monkeypatch):
+    """For each warpgroup and block that was computed hopefully, whether it complained."""
+    from ejkernel.kernels._pallas.gpu import flash_forward
+
+    found, complain = [], flash_forward.complain
+
+    def heard(c, slot, x, limit, number):
+        complain(c, slot, x, limit, number)
+        jax.debug.callback(lambda mine, now: found.append(bool(mine == now)), slot[0], number)
+
+    monkeypatch.setattr(flash_forward, "complain", heard)
+    monkeypatch.setattr(flash_forward, "PROGRAMS", 2)
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain", "more queries", "window", "two-sided window", "segments", "packed"])
+def test_hope_is_seldom_lost(name, complaints, capfd):
+    """Rows past the last query, or that see nothing, do not have their block computed again."""
+    shape, options = CALLS[name]
+    interpreted(inputs(**shape), options, parameters(128, 64, 8, 2), capfd)
+    jax.effects_barrier()
+    assert complaints
+    assert not any(complaints)
+
+
+@pytest.mark.parametrize("tile", [(128, 64, 8, 2), (192, 48, 12, 3)], ids=str)
+def test_blocks_are_computed_again_where_hope_was_lost(tile, complaints, capfd):
+    """Those of the head with large queries, in between those of the other."""
+    interpreted(inputs(q_len=500, kv_len=395, sharp=300.0), {}, parameters(*tile), capfd)
+    jax.effects_barrier()
+    assert any(complaints)
+    assert not all(complaints)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "soft cap", "high sinks", "segments", "packed"])
+def test_all_blocks_computed_again(name, complaints, capfd, monkeypatch):
+    from ejkernel.kernels._pallas.gpu import flash_forward
+
+    monkeypatch.setattr(flash_forward, "LIMIT", -1.0)
+    shape, options = CALLS[name]
+    interpreted(inputs(**shape), options, parameters(128, 64, 8, 2), capfd)
+    jax.effects_barrier()
+    assert complaints
+    assert all(complaints)
+
+
+@pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_nan_is_kept(where):
+    """The one of a query in its row, the one of a key in the rows that see it, and nowhere else."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    arrays = dict(zip(("query", "key", "value"), inputs(q_len=300, kv_len=300), strict=True))
+    arrays[where] = arrays[where].at[0, 200, 0, 3].set(jnp.nan)
+    out, lse = run(arrays.values(), {"causal": True}, parameters(128, 64, 8, 2), interpret=plgpu.InterpretGPUParams())
+    rows = np.isnan(np.asarray(lse))[0]
+    expected = np.zeros((2, 300), bool)
+    expected[0, 200] = where == "query"
+    expected[:, 200:] |= where == "key"
+    assert (rows == expected).all()
+    assert (np.isnan(np.asarray(out, np.float32)).all(-1)[0].T == expected).all()
+    assert (np.isnan(np.asarray(out, np.float32)).any(-1)[0].T == expected).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

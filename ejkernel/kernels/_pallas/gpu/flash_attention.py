@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -38,7 +39,7 @@ DEFAULTS = {
     256: FwdParams(q_blocksize=128, kv_blocksize=80, num_warps=8, num_stages=2),
 }
 SPACE = {
-    64: [(192, 128, 12, 4), (128, 192, 8, 3)],
+    64: [(192, 128, 12, 4), (192, 112, 12, 4), (128, 192, 8, 3)],
     128: [(128, 128, 8, 2), (128, 160, 8, 2)],
     256: [(128, 80, 8, 2)],
 }
@@ -68,6 +69,8 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         **statics(arrays, spec),
         sinks="softmax_aux" in arrays,
         persists=small,
+        # The weights of float16 have no room above 1.
+        hopeful=small and value.dtype == jnp.bfloat16,
         head=head,
         full=full,
         tail=tail,
@@ -114,6 +117,11 @@ def _walks(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[
     # A block without a key walks one step that it does not see: its rows are written like all others.
     none = plan.head + plan.full + plan.tail == 0
     plan = plan._replace(begin=plan.begin * ~none, tail=plan.tail + none)
+    # A row may begin at the very first key after the masked steps: one more of them, and all have begun.
+    more = (plan.head > 0) * 1
+    full = more * (plan.full > 0)
+    tail = (more - full) * (plan.tail > 0)
+    plan = plan._replace(head=plan.head + full + tail, full=plan.full - full, tail=plan.tail - tail)
     counts = plan.head, plan.full, plan.tail
     return longest_first(plan), [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts]
 
@@ -126,7 +134,7 @@ def _wider(shapes: dict[str, Any]) -> int:
 class PallasFlashAttention:
     """The implementation for Hopper."""
 
-    version = 5
+    version = 6
     forward = staticmethod(forward)
 
     @staticmethod

@@ -105,7 +105,7 @@ def call(
     def entry(*refs):
         _program(c, refs[:7], dict(zip(names, refs[7:inputs], strict=True)), *refs[inputs:])
 
-    together = _together(batch * kv_heads, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
+    together = _together(c, batch * kv_heads, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
     dq_shape = (batch, q_len, heads, c.dim)
     run = plgpu.kernel(
         entry,
@@ -428,11 +428,17 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
 # What the programs that run at the same time should read and write, to find it in the second-level cache.
 CACHE = 40 * 2**20
+# Where walks from the last query on end early. Blocks of one head that start together wait for each other at their first
+# sums, so fewer do; what they read at a time is near to each other, and the cache holds more heads.
+UNEVEN = 160 * 2**20
+UNEVEN_HEADS = 16
 
 
-def _together(chains: int, size: int) -> int:
+def _together(c: Backward, chains: int, size: int) -> int:
     """How many heads are worked on at the same time: all that fit, of those that divide their number."""
-    return max(n for n in range(1, chains + 1) if chains % n == 0 and (n == 1 or n * size <= CACHE))
+    uneven = c.right is not None and not c.descending
+    room, most = (UNEVEN, UNEVEN_HEADS) if uneven else (CACHE, chains)
+    return max(n for n in range(1, chains + 1) if chains % n == 0 and (n == 1 or (n <= most and n * size <= room)))
 
 
 def _counters(c: Backward, q_ref) -> tuple[int, int, int]:

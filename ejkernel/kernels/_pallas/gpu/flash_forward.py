@@ -35,12 +35,15 @@ from ejkernel.kernels._pallas.gpu.terms import (
     ROWS,
     WHOLE,
     by_rows,
+    complain,
     cut,
     modulo,
+    put,
     scaled,
     settled,
     start_mixed,
     start_scores,
+    summed_by_threads,
     take_item,
     transforms,
     zero,
@@ -53,6 +56,9 @@ LOWEST = -1e30
 # weights in range: it follows the maximum only when that is more than this above. Then weights are at most 2**8, far under
 # float16's 65504, and at least one was 1 when the reference was taken; sums are in float32. Most steps scale nothing.
 GROWTH = 8.0
+# A hopeful block takes no maxima after its first steps: weights are in range anyway, unless logits grow by tens. Beyond this
+# sum it was too hopeful. Far from float32's 2**128, so that weights times values are in range as well.
+LIMIT = 2.0**64
 # Programs that persist, at most: the multiprocessors of the largest Hopper. On a smaller one some start late and find nothing left.
 PROGRAMS = 132
 # By consumers. Four warpgroups of 128 threads share 65536 registers.
@@ -71,6 +77,8 @@ class Forward(Call):
         turn: whether consumers start their products in turns.
         sinks: whether there are any.
         persists: whether programs compute one block after another.
+        hopeful: whether a block is computed with the reference of its first step, and once more, with one that follows, if a
+            sum of weights exceeds ``LIMIT``. Only programs that persist are.
         warps: whether the producer is a warp, or a warpgroup.
         head, full, tail: whether any walk has masked steps at first, unmasked ones, masked ones at last.
 
@@ -86,6 +94,7 @@ class Forward(Call):
     head: bool
     full: bool
     tail: bool
+    hopeful: bool = False
     warps: bool = True
 
     @property
@@ -103,6 +112,7 @@ class Shared(NamedTuple):
     out: Any
     p: Any
     item: Any
+    verdict: Any
     q_ready: Any
     q_free: Any
     ready: Any
@@ -143,7 +153,8 @@ def call(c: Forward, query, key, value, walks, optional: dict[str, Any], *, inte
     """
     # A kernel for warps cannot be traced where ``shard_map`` checks over which axes values vary, and blocks are taken by a warp.
     warps = not c.interpreted and not varying_axes(query, key, value)
-    c = dataclasses.replace(c, warps=warps, persists=c.persists and (warps or c.interpreted))
+    persists = c.persists and (warps or c.interpreted)
+    c = dataclasses.replace(c, warps=warps, persists=persists, hopeful=c.hopeful and persists)
     batch, q_len, heads, _ = query.shape
     blocks = walks.shape[1]
     items = heads * blocks * batch
@@ -230,6 +241,7 @@ def _shared(c: Forward, dtype) -> Shared:
         out=tile(c.consumers, ROWS, c.value_dim) if c.persists or c.value_dim != c.dim else None,
         p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
         item=plgpu.SMEM((2, 1), jnp.int32) if c.persists else None,
+        verdict=plgpu.SMEM((2 * c.consumers, 1), jnp.int32) if c.hopeful else None,
         q_ready=one_each,
         q_free=one_each if c.persists else None,
         ready=plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
@@ -268,30 +280,45 @@ def _load_queries(w: Work, walk: Walk, warpgroup):
 def _produce_all(w: Work, items: int, counter):
     c, shared = w.c, w.shared
 
-    def load_queries(item, first):
+    def each(act):
         for i in range(c.consumers):
-
-            @pl.when(~first)
-            def _(i=i):
-                plgpu.barrier_wait(shared.q_free.at[i])
-
-            @pl.when(item < items)
-            def _(i=i):
-                _load_queries(w, w.walk(item), i)
+            act(i)
 
     def one(carry):
-        item, done, flip = carry
-        load_queries(item, done == 0)
-        done = _produce(w, w.walk(item), done)
+        item, unit, done, flip = carry
+        walk = w.walk(item)
+        each(lambda i: _load_queries(w, walk, i))
+        done = _produce(w, walk, done)
         # All consumers have read what was there: they are through with the queries before these.
-        return take_item(c, counter, shared.item.at[1 - flip], item), done, 1 - flip
+        upcoming = take_item(c, counter, shared.item.at[1 - flip], item)
+        each(lambda i: plgpu.barrier_wait(shared.q_free.at[i]))
+        if c.hopeful:
+            again = _again(w, unit)
 
+            @pl.when(again)
+            def _():
+                each(lambda i: plgpu.barrier_arrive(shared.q_ready.at[i]))
+                _produce(w, walk, done)
+                each(lambda i: plgpu.barrier_wait(shared.q_free.at[i]))
+
+            again = again.astype(jnp.int32)
+            done, unit = done + again * (walk.before(3) + 1), unit + again
+        return upcoming, unit + 1, done, 1 - flip
+
+    if c.hopeful:
+        for i in range(2 * c.consumers):
+            put(c, shared.verdict.at[i], -1)
     item = take_item(c, counter, shared.item.at[0], None)
-    item, done, _ = lax.while_loop(lambda carry: carry[0] < items, one, (item, jnp.int32(0), jnp.int32(0)))
-    load_queries(item, done == 0)
-    for i in range(c.consumers):
-        plgpu.barrier_arrive(shared.q_ready.at[i])
+    none = jnp.int32(0)
+    _, _, done, _ = lax.while_loop(lambda carry: carry[0] < items, one, (item, none, none, none))
+    each(lambda i: plgpu.barrier_arrive(shared.q_ready.at[i]))
     _drain(w, done)
+
+
+def _again(w: Work, unit):
+    """Whether a consumer was not content with the ``unit``-th block that the program computed."""
+    first = modulo(unit, 2) * w.c.consumers
+    return functools.reduce(jnp.logical_or, [w.shared.verdict[first + i, 0] == unit for i in range(w.c.consumers)])
 
 
 def _produce(w: Work, walk: Walk, done):
@@ -341,21 +368,38 @@ def _drain(w: Work, done):
 
 
 def _consume_all(w: Work, warpgroup, items: int):
-    def next_item(flip):
+    c = w.c
+
+    def arrived():
         plgpu.barrier_wait(w.shared.q_ready.at[warpgroup])
-        return w.shared.item[flip, 0]
 
     def one(carry):
-        item, done, flip = carry
-        done = _consume(w, w.walk(item), warpgroup, done)
-        return next_item(1 - flip), done, 1 - flip
+        item, unit, done, flip = carry
+        walk = w.walk(item)
+        done = _consume(w, walk, warpgroup, done, unit if c.hopeful else None)
+        arrived()
+        if c.hopeful:
+            again = _again(w, unit)
 
-    first = next_item(jnp.int32(0)), jnp.int32(0), jnp.int32(0)
-    lax.while_loop(lambda carry: carry[0] < items, one, first)
+            @pl.when(again)
+            def _():
+                _consume(w, walk, warpgroup, done)
+                arrived()
+
+            again = again.astype(jnp.int32)
+            done, unit = w.slot(done + again * (walk.before(3) + 1)), unit + again
+        return w.shared.item[1 - flip, 0], unit + 1, done, 1 - flip
+
+    arrived()
+    none = jnp.int32(0)
+    lax.while_loop(lambda carry: carry[0] < items, one, (w.shared.item[0, 0], none, none, none))
 
 
-def _consume(w: Work, walk: Walk, warpgroup, done):
-    """Computes a block; ``done``: in which slot of the ring it begins, and the next one does."""
+def _consume(w: Work, walk: Walk, warpgroup, done, unit=None):
+    """Computes a block; ``done``: in which slot of the ring it begins, and the next one does.
+
+    With a ``unit`` it is hopeful, and says so under that number if it should not have been.
+    """
     c, shared, optional, out_ref, lse_ref = w.c, w.shared, w.optional, w.out_ref, w.lse_ref
     batch, head = walk.batch, walk.head
     row0 = (walk.block * c.consumers + warpgroup) * ROWS
@@ -396,8 +440,11 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
         """
         plgpu.barrier_wait(shared.ready.at[slot(i + 1)])
 
+    def summed(p):
+        return summed_by_threads(c, p) if c.hopeful else by_rows(c, p, "add")
+
     def softmax(s, i, top, total, masked: bool, begun: bool = False):
-        """Weights of a step, the reference, by what earlier terms change with it, and the sum of weights so far.
+        """Weights of a step, their sum so far, and the reference with the factor by which it changes earlier terms, if it moves.
 
         A row that has seen nothing keeps ``LOWEST``: its logits are -inf, which is not above, and its weights 0. Its
         first visible key takes the reference from there, and what was summed before, zeros, is multiplied by 0.
@@ -405,11 +452,15 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
         s = _logits(c, s)
         if masked:
             s = _masked(c, s, optional, batch, row0, walk.begin + i * c.step, begun)
-        high = by_rows(c, s, "max") * c.factor
-        new_top = jnp.where(high > top + GROWTH, high, top)
-        decay = jnp.exp2(top - new_top)
-        p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(new_top, s.shape, [0]))
-        return p, new_top, decay, total * decay + by_rows(c, p, "add")
+        moved = ()
+        if unit is None or not begun:
+            high = by_rows(c, s, "max") * c.factor
+            new_top = jnp.where(high > top + GROWTH, high, top)
+            decay = jnp.exp2(top - new_top)
+            total, top = total * (lax.broadcast_in_dim(decay, total.shape, [0]) if c.hopeful else decay), new_top
+            moved = top, decay
+        p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(top, s.shape, [0]))
+        return p, total + summed(p), moved
 
     def step(i, carry, masked: bool, begun: bool):
         acc, top, total, p16 = carry
@@ -420,14 +471,21 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
         your_turn()
         (s,) = settled(c, 1, s)
         plgpu.barrier_arrive(shared.k_free.at[now])
-        p, top, decay, total = lax.optimization_barrier(softmax(s, i, top, total, masked, begun))
+        p, total, moved = lax.optimization_barrier(softmax(s, i, top, total, masked, begun))
         next_pair(i)
         acc, p = settled(c, 0, acc, p)
         plgpu.barrier_arrive(shared.v_free.at[now])
-        return scaled(c, acc, decay), top, total, p.astype(shared.v.dtype)
+        if moved:
+            top, decay = moved
+            acc = scaled(c, acc, decay)
+        return acc, top, total, p.astype(shared.v.dtype)
 
     top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), BY_ROW)
-    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
+    # The sums of a hopeful block are a thread's own, and added up at the end.
+    if c.hopeful:
+        total = plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+    else:
+        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
     acc = plgpu.layout_cast(jnp.zeros((ROWS, c.value_dim), jnp.float32), plgpu.Layout.WGMMA)
 
     # The first step has no product before it, the last none after it.
@@ -438,7 +496,7 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
     (s,) = settled(c, 0, s)
     for free in (shared.k_free, shared.v_free):
         plgpu.barrier_arrive(free.at[slot(0)])
-    p, top, _, total = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
+    p, total, (top, _) = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
     next_pair(0)
     carry = acc, top, total, p.astype(shared.v.dtype)
     # Where all rows have begun is the walk's first unmasked step, or would be: its last ones are masked at the other end.
@@ -448,6 +506,8 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
             body = functools.partial(step, masked=masked, begun=begun)
             carry = lax.fori_loop(jnp.maximum(before(part), 1), before(part + 1), body, carry)
     acc, top, total, p16 = carry
+    if unit is not None:
+        complain(c, shared.verdict.at[modulo(unit, 2) * c.consumers + warpgroup], total, LIMIT, unit)
     if c.persists:
         plgpu.barrier_arrive(shared.q_free.at[warpgroup])
     (acc,) = settled(c, 0, start_mixed(c, acc, p16, shared.v.at[slot(steps)], p_smem))
@@ -463,6 +523,8 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
 
     if own_end:
         lax.fori_loop(steps + 1, walk.before(3) + 1, skip, None)
+    if c.hopeful:
+        total = by_rows(c, total, "add")
     if c.sinks:
         # A sink may be far above the reference: here it becomes the maximum.
         sinks = optional["sinks"]
@@ -473,12 +535,13 @@ def _consume(w: Work, walk: Walk, warpgroup, done):
         total, top = total * decay + jnp.exp2(sink - new_top), new_top
     # An address that is used at the end alone is computed there, from a number that the compiler does not have before.
     row0 = row0 + zero(steps)
-    some = total > 0
+    some = total != 0  # or NaN, which stays
     inverse = jnp.where(some, 1.0 / total, 0.0)
     lse_ref.at[batch, head, pl.ds(row0, ROWS)][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     target = (shared.q if shared.out is None else shared.out).at[warpgroup]
     if c.persists:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        # What is computed again is not overtaken by what was there before.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=unit is not None or not c.hopeful)
     # Beside a NaN that other rows see, a row that sees nothing has 0 · NaN.
     acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
     target[...] = jnp.where(lax.broadcast_in_dim(some, acc.shape, [0]), acc, 0.0).astype(target.dtype)

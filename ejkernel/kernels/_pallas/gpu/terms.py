@@ -6,6 +6,7 @@ left operands go through shared memory.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
@@ -233,6 +234,57 @@ def cut(c: Call, s, stop, start, ids):
         return _like(s, registers)
 
     return compare(s, *given.values())
+
+
+def summed_by_threads(c: Call, p):
+    """``[ROWS, 8]``: sums of ``p`` by rows and by the column modulo 8. A thread has all that it adds."""
+    if c.interpreted:
+        return functools.reduce(jnp.add, jnp.split(p, p.shape[1] // 8, axis=1))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_array((ROWS, 8)))
+    def add(_, p):
+        sums = p.registers[:, :1]
+        for i in range(1, p.registers.shape[1]):
+            sums = np.vectorize(arith.addf, otypes=[object])(sums, p.registers[:, i : i + 1])
+        return mgpu.FragmentedArray(_registers=sums, _layout=p.layout, _is_signed=None)
+
+    return add(p)
+
+
+def put(c: Call, slot, value: int):
+    """``value`` in ``slot``, of shared memory, by a warp."""
+    if c.interpreted:
+        slot[0] = jnp.int32(value)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(_, slot):
+        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARP):
+            memref.store(_constant(value), slot, [arith.constant(ir.IndexType.get(), 0)])
+        nvvm.bar_warp_sync(_constant(-1))
+
+    store(slot)
+
+
+def complain(c: Call, slot, x, limit: float, number):
+    """``number`` in ``slot``, of shared memory, if any of ``x`` is above ``limit`` or NaN."""
+    if c.interpreted:
+        slot[0] = jnp.where(jnp.all(x <= limit), slot[0], number)
+        return
+
+    layout = plgpu.Layout.WGMMA if x.ndim == 2 else BY_ROW
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, plgpu.Layout.WG_SPLAT(())))
+    def store(_, slot, x, number):
+        values = [y for register in x.registers.flat for y in _scalars(register)]
+        above = [arith.cmpf(arith.CmpFPredicate.UGT, y, _constant(limit)) for y in values]
+        some = scf.IfOp(functools.reduce(arith.ori, above))
+        with ir.InsertionPoint(some.then_block):
+            [number] = number.registers.flat
+            memref.store(number, slot, [arith.constant(ir.IndexType.get(), 0)])
+            scf.yield_([])
+
+    store(slot, x, number)
 
 
 def take_item(c: Call, counter, slot, last):
