@@ -290,7 +290,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
     @pl.when(warpgroup < c.consumers)
     def _consume():
         plgpu.set_max_registers(c.registers, action="increase")
-        begin, first, last, steps = walk()
+        _, first, last, steps = walk()
         total = steps * c.group
         own_key0 = key0 + warpgroup * SIDE
         p_own = None if p_smem is None else p_smem.at[warpgroup]
@@ -326,7 +326,8 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             q, do = q_smem.at[slot], do_smem.at[slot]
 
             def seen():
-                return _visible(c, optional, batch, t, own_key0, begin + i * c.step)
+                begin = walks_ref[own, block + none, 0]
+                return _visible(c, optional, batch, t, own_key0 + none, begin + i * c.step)
 
             def by_query(which):
                 part = row_smem.at[slot, which]
@@ -351,8 +352,8 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 if not c.interpreted:
                     # The sum starts at minus the slope.
                     dp_acc[...] = spread(by_query(1))
-                # Loaded together they are waited for once. Where a step has 128 queries, and with segments, registers are short.
-                lse = lax.optimization_barrier(by_query(0)) if c.step == SIDE and not c.segments else None
+                # Loaded together they are waited for once. Where a step has 128 queries, registers are short.
+                lse = lax.optimization_barrier(by_query(0)) if c.step == SIDE else None
                 plgpu.wgmma(dp_acc, v_smem.at[none + warpgroup], do.transpose((1, 0)))
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
                 if c.masked and c.interpreted:

@@ -14,6 +14,10 @@ two that take turns do their softmax at different times, so that the tensor core
 
 A program that ``persists`` computes one block after another, whichever is next when it is done: the producer is ahead with
 the next block's queries and keys while consumers end the last. Which one is next is in ``Shared.item``, in turns in one of two.
+
+A ``hopeful`` block keeps the reference of its first steps and takes no more maxima. A consumer whose sums then grew too large
+says so in ``Shared.verdict`` before it arrives at ``q_free``; the producer then sends the same keys again instead of the next
+block's, and all consumers compute it once more, with a reference that follows.
 """
 
 from __future__ import annotations
