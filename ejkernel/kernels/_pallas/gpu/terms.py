@@ -267,14 +267,12 @@ def put(c: Call, slot, value: int):
 
 
 def complain(c: Call, slot, x, limit: float, number):
-    """``number`` in ``slot``, of shared memory, if any of ``x`` is above ``limit`` or NaN."""
+    """``number`` in ``slot``, of shared memory, if any of ``x``, ``[ROWS, 8]``, is above ``limit`` or NaN."""
     if c.interpreted:
         slot[0] = jnp.where(jnp.all(x <= limit), slot[0], number)
         return
 
-    layout = plgpu.Layout.WGMMA if x.ndim == 2 else BY_ROW
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, plgpu.Layout.WG_SPLAT(())))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
     def store(_, slot, x, number):
         values = [y for register in x.registers.flat for y in _scalars(register)]
         above = [arith.cmpf(arith.CmpFPredicate.UGT, y, _constant(limit)) for y in values]
