@@ -189,24 +189,30 @@ def test_rings_are_filled_again(capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
 @pytest.mark.parametrize("step", [64, 128])
-def test_sums_have_an_order(name, descending, step):
-    """Blocks of keys that visit a step start one after another, and each knows how many of them start before it."""
+def test_sums_have_an_order(name, size, step):
+    """Every block of keys starts once, and knows how many that visit a step start before it."""
+    from ejkernel.kernels._pallas.gpu.flash_backward import started, started_before
+
     shape, options = CALLS[name]
     times = 1 if any(isinstance(x, np.ndarray) for x in options.values()) else 5
     lengths = {length: times * shape.get(length, 160) for length in ("q_len", "kv_len")}
     prepared, spec = prepare(inputs(**{**shape, **lengths})[:3], options)
-    walks, masked, firsts, visited = (np.asarray(x) for x in host._visits(prepared, spec, step, descending))
+    walks, masked, visitors, visited = (np.asarray(x) for x in host._visits(prepared, spec, step))
     begin, *counts = np.moveaxis(walks, -1, 0)
     at = np.arange(visited.shape[-1]) * step
     assert (visited == (begin[..., None] <= at) & (at < (begin + sum(counts) * step)[..., None])).all()
     assert masked[0] >= counts[0].any()
     assert masked[1] >= counts[2].any()
-    starts = visited[:, ::-1] if descending else visited
-    nth = np.arange(visited.shape[1])[:, None]
-    expected = (nth >= firsts[:, None]) & (nth < (firsts + starts.sum(1))[:, None])
-    assert (starts == expected).all()
+    blocks = visited.shape[1]
+    nth = np.arange(blocks)
+    order = np.asarray(started(nth, size, blocks))
+    assert sorted(order) == list(nth)
+    visits = visited[:, order]
+    before = np.cumsum(visits, 1) - visits
+    found = np.asarray(started_before(nth[:, None], size, blocks, *np.moveaxis(visitors[:, None], -1, 0)))
+    assert (np.where(visits, found, 0) == np.where(visits, before, 0)).all()
 
 
 @pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])

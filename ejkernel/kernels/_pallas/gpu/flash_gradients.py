@@ -123,19 +123,19 @@ def _all_at_once(arrays, spec, inputs, optional, interpret) -> dict[str, Array]:
     from ejkernel.kernels._pallas.gpu import flash_backward
 
     dim = arrays["query"].shape[3]
-    step, descending = step_of(dim), last_first(dim, spec.window[1])
-    walks, (head, tail), firsts, visited = _visits(arrays, spec, step, descending)
+    step = step_of(dim)
+    walks, (head, tail), visitors, visited = _visits(arrays, spec, step)
     c = flash_backward.Backward(
         consumers=CONSUMERS,
         step=step,
         stages=STAGES,
         head=head,
         tail=tail,
-        descending=descending,
+        upward=last_first(dim, spec.window[1]),
         interpreted=bool(interpret),
         **statics(arrays, spec),
     )
-    dq, dk, dv = flash_backward.call(c, *inputs, walks, firsts, optional, interpret=interpret)
+    dq, dk, dv = flash_backward.call(c, *inputs, walks, visitors, optional, interpret=interpret)
     if interpret:
         dq = jnp.where(_by_row(visited, step, dq.shape[2]), dq, 0).sum(0)
     seen = _by_row(visited.any(1), step, dq.shape[1])
@@ -148,9 +148,9 @@ def _by_row(visited: Array, step: int, rows: int) -> Array:
     return jnp.moveaxis(visited, 1, 0) if visited.ndim == 5 else visited
 
 
-def _visits(arrays: dict[str, Array], spec: Any, step: int, descending: bool):
+def _visits(arrays: dict[str, Array], spec: Any, step: int):
     """For each block of keys its walk over queries, and whether any has masked steps at first, at last; for each step of
-    queries how many blocks start before the first that visits it, and which do.
+    queries the first and the last block that visit it, and which do.
     """
     ranges = visibility.query_ranges(*key_intervals(arrays, spec), segment_ids(arrays), BLOCK, arrays["key"].shape[1])
     begin, end = ranges.begin // step * step, ranges.end
@@ -163,8 +163,8 @@ def _visits(arrays: dict[str, Array], spec: Any, step: int, descending: bool):
     masked = [not isinstance(x, np.ndarray) or bool(x.any()) for x in (plan.head, plan.tail)]
     at = np.arange(0, arrays["query"].shape[1], step)
     visited = (begin[..., None] <= at) & (at < end[..., None])
-    firsts = ((begin[..., None] > at) if descending else (end[..., None] <= at)).sum(1)
-    return visibility.table(plan)[0], masked, jnp.asarray(firsts, jnp.int32), visited
+    visitors = (end[..., None] <= at).sum(1), begin.shape[1] - 1 - (begin[..., None] > at).sum(1)
+    return visibility.table(plan)[0], masked, jnp.stack(visitors, -1).astype(jnp.int32), visited
 
 
 # One kernel for queries, one for keys
