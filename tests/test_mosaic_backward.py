@@ -45,6 +45,7 @@ IDS, CUTS = ids(9, 60, 20, 71), np.array([0, 70, 70, 150], np.int32)
 Q_IDS, KV_IDS = np.random.default_rng(5).integers(0, [[[4]], [[3]]], (2, 1, 160)).astype(np.int32)
 CALLS = {
     "plain": ({}, {}),
+    "whole blocks": ({"q_len": 256, "kv_len": 256}, {}),
     "causal": ({"batch": 2}, {"causal": True}),
     "more keys": ({"q_len": 90, "kv_len": 235}, {"causal": True}),
     "more queries": ({"q_len": 203, "kv_len": 75}, {"causal": True}),
@@ -336,8 +337,14 @@ for name in {names!r}:
 @pytest.mark.parametrize(
     ("dims", "names", "most", "before"),
     [
-        ((64, 64), ["plain", "causal", "window", "two-sided window", "segments", "packed", "soft cap"], 0, 112),
-        ((128, 128), ["plain", "causal", "more keys", "window", "segments", "soft cap"], 0, 64),
+        ((64, 64), ["plain", "whole blocks", "causal", "window", "two-sided window", "segments", "packed"], 0, 112),
+        ((64, 64), ["soft cap"], 4, 128),
+        (
+            (128, 128),
+            ["plain", "whole blocks", "causal", "more keys", "window", "segments", "packed", "soft cap"],
+            0,
+            64,
+        ),
         ((128, 64), ["causal"], 0, 0),
         ((96, 96), ["causal"], 0, 0),
         ((192, 128), ["causal"], 0, 0),
@@ -346,7 +353,7 @@ for name in {names!r}:
     ids=str,
 )
 def test_spills(dims, names, most, before, tmp_path):
-    """None; before jax 0.11 a few of the single kernel where heads share keys.
+    """None, but for a register in a masked step of the single kernel with a cap; before jax 0.11 a few where heads share keys.
 
     No product waits for another one because registers are short.
     """

@@ -76,9 +76,9 @@ class Backward(Call):
 
     @property
     def eager(self) -> bool:
-        """Whether dS is published as soon as it is there, or else with dQ, by one fence.
+        """Whether dS and dQ are published as soon as they are there; or else both by one fence, when the next scores are on their way.
 
-        Measured: at 64 the first is faster by 4 %, at 128 the other one by 3 %.
+        Measured: at 64 the first is faster by 4 %, at 128 the other one by 3 to 6 %.
         """
         return self.dim == SIDE
 
@@ -187,14 +187,16 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
 
     counters = None if c.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR(_counters(c, q_ref)))
 
-    def walk():
+    def walk(none=0):
         """Where it begins, its first unmasked step, the masked one after those, how many there are.
 
-        Every role reads it: what the roles share is in registers of them all. What never happens is a constant.
+        Every role reads it: what the roles share is in registers of them all. So is what is read before a loop and used after
+        it, unless it is read again, at an address with a ``zero`` in it. What never happens is a constant.
         """
-        begin, head, full, tail = (walks_ref[own, block, i] for i in range(4))
-        last = (head if c.head else 0) + full
-        return begin, head, last, last + (tail if c.tail else 0)
+        begin, head, full, tail = (walks_ref[own, block + none, i] for i in range(4))
+        first = head if c.head else jnp.int32(0)
+        last = first + full
+        return begin, first, last, last + (tail if c.tail else 0)
 
     group = jnp.int32(c.group)
 
@@ -313,8 +315,6 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
     @pl.when(warpgroup < c.consumers)
     def _consume():
         plgpu.set_max_registers(c.registers, action="increase")
-        _, first, last, steps = walk()
-        total = steps * c.group
         own_key0 = key0 + warpgroup * SIDE
         p_own = None if p_smem is None else p_smem.at[warpgroup]
         shape = (SIDE, c.step)
@@ -336,24 +336,28 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                     target = acc if c.dq_columns == SIDE else acc.at[:, h * SIDE : (h + 1) * SIDE]
                     plgpu.wgmma(target, ds_smem.at[slot, r, row].transpose((1, 0)), k_smem.at[none + r, column])
 
-        def hand_over(turn, dq_acc, pending, publish: bool):
+        def store_dq(turn, dq_acc, pending):
             buffer = modulo(turn, c.buffers)
             plgpu.barrier_wait(dq_free.at[buffer])
             dq = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dq_acc, wait_n=pending))
             dq_smem.at[buffer, warpgroup][...] = dq
-            plgpu.commit_smem()
-            if publish:
-                publish_ds(turn)
+
+        def publish_dq(turn):
             plgpu.barrier_arrive(dq_ready.at[modulo(turn, c.writers)])
 
-        def step(t, dk_acc, dv_acc):
-            slot, none, i = modulo(t, c.stages), zero(t), order(t, steps)
-            masked = (i < first if c.head else False) | (i >= last if c.tail else False)
+        def publish_last(t):
+            """What the step before ``t`` has stored. Before the first that is dS alone."""
+            plgpu.commit_smem()
+            publish_ds(t + c.slots - 1)
+            pl.when(t > 0)(lambda: publish_dq(t + c.writers - 1))
+
+        def step(t, masked: bool, dk_acc, dv_acc):
+            slot, none = modulo(t, c.stages), zero(t)
             q, do = q_smem.at[slot], do_smem.at[slot]
 
             def seen():
-                begin = walks_ref[own, block + none, 0]
-                return _visible(c, optional, batch, t, own_key0 + none, begin + i * c.step)
+                begin, _, _, steps = walk(none)
+                return _visible(c, optional, batch, t, own_key0 + none, begin + order(t, steps) * c.step)
 
             def by_query(which):
                 part = row_smem.at[slot, which]
@@ -363,15 +367,14 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 return lax.broadcast_in_dim(values, shape, [1])
 
             def softmax(s_acc, dp_acc):
-                if c.masked and not c.interpreted:
+                if masked and not c.interpreted:
                     # Where a pair does not count the sum starts at -inf, and stays there.
-                    @pl.when(masked)
-                    def _hide():
-                        s_acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
-
+                    s_acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
                 for h in range(c.dim // SIDE):
                     part = q if c.dim == SIDE else q.at[:, h * SIDE : (h + 1) * SIDE]
                     plgpu.wgmma(s_acc, k_smem.at[none + warpgroup, h], part.transpose((1, 0)))
+                if not c.eager:
+                    publish_last(t)
                 plgpu.wgmma_wait(c.dim // SIDE)
                 release(t - 1)
                 if not c.interpreted:
@@ -381,14 +384,15 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 lse = lax.optimization_barrier(by_query(0)) if c.step == SIDE else None
                 plgpu.wgmma(dp_acc, v_smem.at[none + warpgroup], do.transpose((1, 0)))
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
-                if c.masked and c.interpreted:
-                    s = jnp.where(seen() | ~masked, s, -jnp.inf)
+                if masked and c.interpreted:
+                    s = jnp.where(seen(), s, -jnp.inf)
                 bent = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
                 p = jnp.exp2(
                     (bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E))
                     - spread(by_query(0) if lse is None else lse)
                 )
-                if c.masked and (c.cap or c.scale <= 0):
+                if (masked or c.dim == SIDE) and (c.cap or c.scale <= 0):
+                    # At 64 not only where pairs are hidden: the compiler then finds an order that spares registers.
                     p = jnp.where(s == -jnp.inf, 0.0, p)
                 halves = bool(c.cap) and c.dim == SIDE
                 weight = p * (1 - bent * bent) if c.cap else None
@@ -418,7 +422,13 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 start_dq(dq_acc, t + c.slots - 1)
                 _add(c, dv_acc, p, do, p_own)
                 _add(c, dk_acc, ds, q, p_own)
-                hand_over(t, dq_acc, 2, publish=not c.eager)
+                store_dq(t, dq_acc, 2)
+                if c.eager:
+                    plgpu.commit_smem()
+                    publish_dq(t)
+                else:
+                    # Else the compiler waits for all products before it takes dQ's registers for the next scores.
+                    branch(c)
 
             pl.run_scoped(products, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
 
@@ -429,17 +439,32 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
         def all_steps(dk_acc, dv_acc):
             before = jnp.int32(c.slots - 1)
             store_ds(before, plgpu.layout_cast(jnp.zeros(shape, q_smem.dtype), plgpu.Layout.WGMMA))
-            plgpu.commit_smem()
-            publish_ds(before)
+            if c.eager:
+                plgpu.commit_smem()
+                publish_ds(before)
             plgpu.barrier_wait(kv_ready)
-            lax.fori_loop(0, total, lambda t, _: step(t, dk_acc, dv_acc), None)
-            plgpu.wgmma_wait(0)
+            # Masked steps, unmasked ones, masked ones. Products that a loop left in flight would take the next one's registers.
+            parts = [(0, c.head, True), (1, True, False), (2, c.tail, True)]
+            done = jnp.int32(0)
+            for part, ever, masked in parts if c.upward else reversed(parts):
+                if ever:
+                    cuts = jnp.int32(0), *walk(zero(done))[1:]
+                    begin, end = cuts[part : part + 2] if c.upward else (cuts[3] - cuts[part + 1], cuts[3] - cuts[part])
+                    done = end * c.group
+                    body = functools.partial(step, masked=masked, dk_acc=dk_acc, dv_acc=dv_acc)
+                    lax.fori_loop(begin * c.group, done, lambda t, _, body=body: body(t), None)
+                    plgpu.wgmma_wait(0)
+            total = walk(zero(done))[3] * c.group if c.masked else done
             release(total - 1)
+            if not c.eager:
+                publish_last(total)
 
             def finish(dq_acc):
                 plgpu.barrier_wait(ds_ready.at[modulo(total + c.slots - 1, c.slots)])
                 start_dq(dq_acc, total + c.slots - 1)
-                hand_over(total, dq_acc, 0, publish=False)
+                store_dq(total, dq_acc, 0)
+                plgpu.commit_smem()
+                publish_dq(total)
 
             pl.run_scoped(finish, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
             # Both warpgroups are through with the keys when the writers are with dQ.
