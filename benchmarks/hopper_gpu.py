@@ -39,8 +39,9 @@ def jobs_of(part, names, options):
     elif part == "features":
         yield from without_refused(cells.feature_jobs(OURS, options))
     elif part == "errors":
-        yield from without_refused(cells.error_jobs(OURS, options, options.only_dims))
-        yield from cells.error_jobs(CUDNN, options)
+        jobs = [*without_refused(cells.error_jobs(OURS, options, options.only_dims)), *cells.error_jobs(CUDNN, options)]
+        # What both can do comes first: features take minutes to compile.
+        yield from sorted(jobs, key=lambda job: job["key"]["feature"] not in ("full", "causal"))
     else:
         for name in names:
             yield from {"cells": cells.cell_jobs, "window": cells.window_jobs}[part](name, options)
@@ -186,7 +187,7 @@ def measured(works):
 
 
 def checked(works):
-    """A row for each of ``works``: errors against float64."""
+    """A row for each of ``works``, as they come: errors against float64."""
     for job, work in works:
         row = {"implementation": job["implementation"], **job["key"]}
         try:
@@ -206,10 +207,15 @@ def ready(job):
         return error
 
 
-def cell_of(work):
-    """What is measured in turns: a cell, or the whole part."""
-    job, _ = work
-    return json.dumps(job["key"]) if job["part"] == "cells" else ""
+def in_cells(works):
+    """The rows of ``works``: those of a cell are measured in turns, of another part all."""
+
+    def cell_of(work):
+        job, _ = work
+        return json.dumps(job["key"]) if job["part"] == "cells" else ""
+
+    for _, cell in itertools.groupby(sorted(works, key=cell_of), cell_of):
+        yield from measured(list(cell))
 
 
 def main():
@@ -242,15 +248,14 @@ def main():
     result |= {"device": jax.devices()[0].device_kind, "versions": {"ejkernel": versions}}
     for part in parts:
         jobs = [job for job in jobs_of(part, names, options) if part != "llama" or job["implementation"] != FA4]
-        with ThreadPoolExecutor(arguments.threads) as pool:
-            works = list(zip(jobs, pool.map(ready, jobs), strict=True))
-        print(f"{part}: {len(jobs)} programs, {time.time() - begin:.0f} s", flush=True)
         result[part] = []
-        for _, cell in itertools.groupby(sorted(works, key=cell_of), cell_of):
-            for row in checked(cell) if part == "errors" else measured(list(cell)):
+        with ThreadPoolExecutor(arguments.threads) as pool:
+            works = zip(jobs, pool.map(ready, jobs), strict=True)
+            for row in checked(works) if part == "errors" else in_cells(list(works)):
                 result[part].append(row)
                 print(*(f"{name}={x}" for name, x in row.items() if not name.endswith("median")), flush=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{part}: {len(jobs)} programs, {time.time() - begin:.0f} s", flush=True)
     print(f"{time.time() - begin:.0f} s")
 
 
