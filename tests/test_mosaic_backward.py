@@ -328,6 +328,7 @@ for name in {names!r}:
     reports = glob.glob(os.path.join(os.environ["MOSAIC_GPU_DUMP_TO"], "*.ptxas"))
     text = "".join(open(path).read() for path in reports)
     print("SPILLS", name, re.findall(r"([0-9]+) bytes spill", text), "serialized" in text)
+    print("INJECTED", name, text.count("C7517"))
     for path in reports:
         os.remove(path)
 """
@@ -365,6 +366,15 @@ def test_spills(dims, names, most, before, tmp_path):
     for name, spills, serialized in told:
         assert serialized == "False", name
         assert max(map(int, re.findall(r"\d+", spills))) <= most, (name, spills)
+
+
+@pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
+@pytest.mark.skipif(JAX < (0, 11), reason="before jax 0.11 the program is another one")
+def test_no_wait_is_added(tmp_path):
+    """ptxas adds one for all products where it sees no other way to reuse registers: dV and dK then end before the next scores start."""
+    names = ["whole blocks", "causal"]
+    printed = compiled(COMPILED.format(tests=os.path.dirname(__file__), dims=(128, 128), names=names), tmp_path)
+    assert re.findall(r"INJECTED (.*) (\d+)", printed) == [(name, "0") for name in names]
 
 
 @pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")

@@ -490,6 +490,7 @@ CACHE = 40 * 2**20
 # sums, so fewer do; what they read at a time is near to each other, and the cache holds more heads.
 UNEVEN = 160 * 2**20
 UNEVEN_HEADS = 16
+# Blocks of a round there, where every head has keys of its own.
 ROUND = 6
 
 
