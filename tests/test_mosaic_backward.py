@@ -105,7 +105,7 @@ def check_interpreted(shape, options, capfd, *, params=None, spoil=lambda arrays
 
 @interpreted
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+@pytest.mark.parametrize("dims", [SINGLE, (128, 128), WIDE], ids=["single", "single at 128", "wide"])
 def test_interpreted(name, dims, capfd):
     shape, options = CALLS[name]
     check_interpreted({**shape, "dims": dims}, options, capfd)
@@ -338,8 +338,12 @@ for name in {names!r}:
 @pytest.mark.parametrize(
     ("dims", "names", "most", "before"),
     [
-        ((64, 64), ["plain", "whole blocks", "causal", "window", "two-sided window", "segments", "packed"], 0, 112),
-        ((64, 64), ["soft cap"], 4, 128),
+        (
+            (64, 64),
+            ["plain", "whole blocks", "causal", "window", "two-sided window", "segments", "packed", "soft cap"],
+            0,
+            112,
+        ),
         (
             (128, 128),
             ["plain", "whole blocks", "causal", "more keys", "window", "segments", "packed", "soft cap"],
@@ -354,7 +358,7 @@ for name in {names!r}:
     ids=str,
 )
 def test_spills(dims, names, most, before, tmp_path):
-    """None, but for a register in a masked step of the single kernel with a cap; before jax 0.11 a few where heads share keys.
+    """None; before jax 0.11 a few of the single kernel where heads share keys.
 
     No product waits for another one because registers are short.
     """

@@ -70,6 +70,11 @@ class Backward(Call):
         return self.head or self.tail
 
     @property
+    def apart(self) -> bool:
+        """Whether masked and unmasked steps have loops of their own. With a cap at 64, registers are too short for that."""
+        return not (self.cap and self.dim == SIDE)
+
+    @property
     def writers(self) -> int:
         """How many write dQ, in turns: of warps a second costs nothing, a second warpgroup would cost registers."""
         return 2 if self.warps or self.interpreted else 1
@@ -351,7 +356,8 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             publish_ds(t + c.slots - 1)
             pl.when(t > 0)(lambda: publish_dq(t + c.writers - 1))
 
-        def step(t, masked: bool, dk_acc, dv_acc):
+        def step(t, masked, dk_acc, dv_acc):
+            """``masked``: whether the step is, or what says so when it runs."""
             slot, none = modulo(t, c.stages), zero(t)
             q, do = q_smem.at[slot], do_smem.at[slot]
 
@@ -367,9 +373,13 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 return lax.broadcast_in_dim(values, shape, [1])
 
             def softmax(s_acc, dp_acc):
-                if masked and not c.interpreted:
+                if masked is not False and not c.interpreted:
                     # Where a pair does not count the sum starts at -inf, and stays there.
-                    s_acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
+                    def hide():
+                        s_acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
+
+                    hide() if masked is True else pl.when(masked)(hide)
+
                 for h in range(c.dim // SIDE):
                     part = q if c.dim == SIDE else q.at[:, h * SIDE : (h + 1) * SIDE]
                     plgpu.wgmma(s_acc, k_smem.at[none + warpgroup, h], part.transpose((1, 0)))
@@ -384,15 +394,14 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 lse = lax.optimization_barrier(by_query(0)) if c.step == SIDE else None
                 plgpu.wgmma(dp_acc, v_smem.at[none + warpgroup], do.transpose((1, 0)))
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
-                if masked and c.interpreted:
-                    s = jnp.where(seen(), s, -jnp.inf)
+                if masked is not False and c.interpreted:
+                    s = jnp.where(seen() | jnp.logical_not(masked), s, -jnp.inf)
                 bent = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
                 p = jnp.exp2(
                     (bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E))
                     - spread(by_query(0) if lse is None else lse)
                 )
-                if (masked or c.dim == SIDE) and (c.cap or c.scale <= 0):
-                    # At 64 not only where pairs are hidden: the compiler then finds an order that spares registers.
+                if masked is not False and (c.cap or c.scale <= 0):
                     p = jnp.where(s == -jnp.inf, 0.0, p)
                 halves = bool(c.cap) and c.dim == SIDE
                 weight = p * (1 - bent * bent) if c.cap else None
@@ -436,14 +445,8 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             """Of a step before, whose products are through with the slot."""
             pl.when(t >= 0)(lambda: plgpu.barrier_arrive(free.at[modulo(t + c.stages, c.stages)]))
 
-        def all_steps(dk_acc, dv_acc):
-            before = jnp.int32(c.slots - 1)
-            store_ds(before, plgpu.layout_cast(jnp.zeros(shape, q_smem.dtype), plgpu.Layout.WGMMA))
-            if c.eager:
-                plgpu.commit_smem()
-                publish_ds(before)
-            plgpu.barrier_wait(kv_ready)
-            # Masked steps, unmasked ones, masked ones. Products that a loop left in flight would take the next one's registers.
+        def steps_apart(dk_acc, dv_acc):
+            """Masked steps, unmasked ones, masked ones. Products that a loop left in flight would take the next one's registers."""
             parts = [(0, c.head, True), (1, True, False), (2, c.tail, True)]
             done = jnp.int32(0)
             for part, ever, masked in parts if c.upward else reversed(parts):
@@ -454,7 +457,27 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                     body = functools.partial(step, masked=masked, dk_acc=dk_acc, dv_acc=dv_acc)
                     lax.fori_loop(begin * c.group, done, lambda t, _, body=body: body(t), None)
                     plgpu.wgmma_wait(0)
-            total = walk(zero(done))[3] * c.group if c.masked else done
+            return walk(zero(done))[3] * c.group if c.masked else done
+
+        def steps_together(dk_acc, dv_acc):
+            _, first, last, steps = walk()
+
+            def one(t, _):
+                i = order(t, steps)
+                step(t, (i < first) | (i >= last) if c.masked else False, dk_acc, dv_acc)
+
+            lax.fori_loop(0, steps * c.group, one, None)
+            plgpu.wgmma_wait(0)
+            return steps * c.group
+
+        def all_steps(dk_acc, dv_acc):
+            before = jnp.int32(c.slots - 1)
+            store_ds(before, plgpu.layout_cast(jnp.zeros(shape, q_smem.dtype), plgpu.Layout.WGMMA))
+            if c.eager:
+                plgpu.commit_smem()
+                publish_ds(before)
+            plgpu.barrier_wait(kv_ready)
+            total = steps_apart(dk_acc, dv_acc) if c.apart else steps_together(dk_acc, dv_acc)
             release(total - 1)
             if not c.eager:
                 publish_last(total)
