@@ -231,9 +231,9 @@ def test_a_warpgroup_leaves_out_what_only_others_see():
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     query, key, value = inputs(q_len=128, kv_len=128)
-    spoiled = value.at[:, 64:].set(jnp.nan)
+    broken = value.at[:, 64:].set(jnp.nan)
     params = parameters(128, 64, 8, 2)
-    out, lse = run((query, key, spoiled), {"causal": True}, params, interpret=plgpu.InterpretGPUParams())
+    out, lse = run((query, key, broken), {"causal": True}, params, interpret=plgpu.InterpretGPUParams())
     check((query[:, :64], key[:, :64], value[:, :64]), {"causal": True}, (out[:, :64], lse[..., :64]))
     assert bool(jnp.isnan(out[:, 64:]).all())
 
@@ -246,6 +246,7 @@ def test_a_window_that_leaves_blocks_without_keys(capfd):
 
 # Calls with keys that no query sees, and which those are.
 LONG_IDS = np.where(np.arange(333) % 70 < 5, 0, 1)[None].astype(np.int32)
+AT_BOTH_ENDS = np.array([[0] * 75 + [1] * 85, [1] * 100 + [0] * 60], np.int32)
 PADDED = {
     "ids": (*CALLS["segments"], IDS[0] == 0),
     "sequences": (*CALLS["packed"], np.arange(160) >= CUTS[-1]),
@@ -256,7 +257,18 @@ PADDED = {
         {"sliding_window": (40, 0), "q_segment_ids": np.ones((1, 90), np.int32), "kv_segment_ids": LONG_IDS},
         (np.arange(333) < 203) | (LONG_IDS[0] == 0),
     ),
+    "at both ends": (
+        {"batch": 2},
+        {"causal": True, "q_segment_ids": AT_BOTH_ENDS, "kv_segment_ids": AT_BOTH_ENDS},
+        AT_BOTH_ENDS == 0,
+    ),
 }
+
+
+def spoiled(shape, hidden, garbage):
+    """Arrays with ``garbage`` for keys that are ``hidden``, and with zeros."""
+    query, *of_keys = inputs(**shape)
+    return [[query, *(jnp.where(hidden[..., None, None], y, x).astype(x.dtype) for x in of_keys)] for y in (garbage, 0)]
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
@@ -268,10 +280,9 @@ def test_padding_may_be_garbage(name, garbage, capfd):
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     shape, options, hidden = PADDED[name]
-    query, key, value = inputs(**shape)
-    arrays = query, *(jnp.where(hidden[:, None, None], garbage, x).astype(x.dtype) for x in (key, value))
+    arrays, cleared = spoiled(shape, hidden, garbage)
     found = run(arrays, options, parameters(128, 64, 8, 2), interpret=plgpu.InterpretGPUParams())
-    check((query, *(jnp.where(hidden[:, None, None], 0, x) for x in (key, value))), options, found)
+    check(cleared, options, found)
 
 
 @pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
@@ -284,6 +295,17 @@ def test_rows_that_see_nothing_are_zero_beside_a_nan():
     assert bool((out[:, :40] == 0).all())
     assert bool((lse[..., :40] == -jnp.inf).all())
     assert bool(jnp.isnan(out[:, 40:]).all())
+
+
+@pytest.mark.parametrize("step", [16, 48, 128])
+def test_steps_with_padding_are_known(step):
+    """A step that is not known for it is copied whole, and its NaN with it; one that is waits for its copy."""
+    flags = np.random.default_rng(0).random((3, 333)) < 0.02
+    flags[1] = False
+    told = np.asarray(mosaic._any_in_step(jnp.asarray(flags, jnp.int32), step))
+    assert told.shape == (3, 42)
+    expected = [[flags[b, 8 * i : 8 * i + step].any() for i in range(42)] for b in range(3)]
+    np.testing.assert_array_equal(told > 0, expected)
 
 
 @pytest.mark.parametrize("name", ["two-sided window", "segments", "packed"])
@@ -484,3 +506,15 @@ def test_on_a_gpu(name, dim):
     found = [flash_attention(*arrays, **options, return_lse=True, platform="pallas") for _ in range(2)]
     check(arrays, options, found[0])
     assert all(bool((a == b).all()) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_padding_may_be_garbage_on_a_gpu(name, garbage, dim):
+    if explain("flash_attention", X, X, X, platform="pallas").chosen is None:
+        pytest.skip("needs a Hopper GPU")
+    shape, options, hidden = PADDED[name]
+    arrays, cleared = spoiled({"dim": dim, **shape}, hidden, garbage)
+    check(cleared, options, flash_attention(*arrays, **options, return_lse=True, platform="pallas"))

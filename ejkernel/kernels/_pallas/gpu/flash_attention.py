@@ -9,11 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from ejkernel.kernels import visibility
 from ejkernel.kernels._pallas.gpu.flash_plan import (
     SIDE,
+    TILE_ROWS,
     WARPS_A_GROUP,
     in_eights,
     key_intervals,
@@ -49,14 +50,17 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``; ``interpret``: without a GPU."""
     from ejkernel.kernels._pallas.gpu import flash_forward
 
-    arrays, _ = without_padding(arrays, spec, backward=False)
+    small = narrow(arrays["query"].shape[3], arrays["value"].shape[3])
+    # With wide heads the kernel has no registers left to put zeros where padding is.
+    arrays, _ = without_padding(arrays, spec, backward=False, by_kernel=small)
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     q_len, kv_len = query.shape[1], key.shape[1]
-    small = narrow(query.shape[3], value.shape[3])
     consumers, step, stages = tiles(params, query.shape[3], value.shape[3])
     walks, (head, full, tail) = _walks(arrays, spec, SIDE * consumers, step)
     # Vectors are read in whole blocks, past the last row too.
     optional = mask_vectors(arrays, walks.shape[1] * SIDE * consumers, kv_len + step)
+    if "padding" in arrays:
+        optional["padded"] = _any_in_step(optional["padding"], step)
     if "softmax_aux" in arrays:
         optional["sinks"] = arrays["softmax_aux"]
     c = flash_forward.Forward(
@@ -69,6 +73,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         **statics(arrays, spec),
         sinks="softmax_aux" in arrays,
         persists=small,
+        clears="padding" in arrays,
         # The weights of float16 have no room above 1.
         hopeful=small and value.dtype == jnp.bfloat16,
         head=head,
@@ -107,6 +112,13 @@ def tiles(params: FwdParams, dim: int, value_dim: int) -> tuple[int, int, int]:
     while not fits():  # Three warpgroups do with a step of 16, at 256.
         step -= CHUNK
     return consumers, step, stages
+
+
+def _any_in_step(flags: Array, step: int) -> Array:
+    """Whether there is a flag in the step that begins at every eighth key: ``[B, keys / 8]``."""
+    eights = jnp.pad(flags, ((0, 0), (0, -flags.shape[1] % TILE_ROWS))).reshape(flags.shape[0], -1, TILE_ROWS).max(2)
+    window = step // TILE_ROWS
+    return lax.reduce_window(eights, 0, lax.max, (1, window), (1, 1), ((0, 0), (0, window - 1)))
 
 
 def _walks(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[Array, list[bool]]:

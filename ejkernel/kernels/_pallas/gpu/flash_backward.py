@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, SIDE, Call
-from ejkernel.kernels._pallas.gpu.terms import WHOLE, branch, modulo, zero
+from ejkernel.kernels._pallas.gpu.terms import WHOLE, branch, modulo, put_square, zero
 from ejkernel.kernels.varying import vary_as, varying_axes
 
 SERVICE_REGISTERS = 24
@@ -117,7 +117,7 @@ def call(
 ):
     """``dQ`` in float32, without the scale, ``dK`` and ``dV``.
 
-    ``rows``: ``[B, H, 2, Sq]``, the lse in base 2, infinite where a row sees nothing, and minus the slope; ``walks``:
+    ``rows``: ``[B, H, 2, Sq]``, minus the lse in base 2, -inf where a row sees nothing, and minus the slope; ``walks``:
     ``[B|1, blocks of keys, 4]``; ``visitors``: for each step of queries the first and the last block of keys that visit it,
     ``[B|1, steps, 2]``. Steps are whole: begins are multiples of them.
     """
@@ -328,7 +328,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
             slot = modulo(t, c.slots)
             for i in range(c.step // SIDE):
                 part = ds if c.step == SIDE else ds[:, i * SIDE : (i + 1) * SIDE]
-                ds_smem.at[slot, warpgroup, i][...] = part
+                put_square(c, ds_smem.at[slot, warpgroup, i], part)
 
         def publish_ds(t):
             plgpu.barrier_arrive(ds_ready.at[modulo(t, c.slots)])
@@ -391,7 +391,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                     # The sum starts at minus the slope.
                     dp_acc[...] = spread(by_query(1))
                 # Loaded together they are waited for once. Where a step has 128 queries, registers are short.
-                lse = lax.optimization_barrier(by_query(0)) if c.step == SIDE else None
+                reference = lax.optimization_barrier(by_query(0)) if c.step == SIDE else None
                 plgpu.wgmma(dp_acc, v_smem.at[none + warpgroup], do.transpose((1, 0)))
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
                 if masked is not False and c.interpreted:
@@ -399,7 +399,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 bent = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
                 p = jnp.exp2(
                     (bent * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E))
-                    - spread(by_query(0) if lse is None else lse)
+                    + spread(by_query(0) if reference is None else reference)
                 )
                 if masked is not False and (c.cap or c.scale <= 0):
                     p = jnp.where(s == -jnp.inf, 0.0, p)

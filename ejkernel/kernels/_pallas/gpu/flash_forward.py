@@ -10,7 +10,8 @@ itself, and a slot holds what it needs at once, a step's keys and the values of 
 
 Every barrier has one meaning. ``ready``: a slot holds its keys and values. ``k_free`` and ``v_free``: all consumers have read
 those. ``q_ready``: a consumer's queries are there. ``q_free``: it has read them. ``turn``: a consumer may start its products;
-two that take turns do their softmax at different times, so that the tensor cores always have work.
+two that take turns do their softmax at different times, so that the tensor cores always have work. ``loaded``: values are
+there of which some are padding, for the producer, which puts zeros in their place.
 
 A program that ``persists`` computes one block after another, whichever is next when it is done: the producer is ahead with
 the next block's queries and keys while consumers end the last. Which one is next is in ``Shared.item``, in turns in one of two.
@@ -33,12 +34,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, Call
+from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, TILE_ROWS, Call
 from ejkernel.kernels._pallas.gpu.terms import (
     BY_ROW,
     ROWS,
     WHOLE,
     by_rows,
+    clear_rows,
     complain,
     cut,
     modulo,
@@ -83,6 +85,7 @@ class Forward(Call):
         persists: whether programs compute one block after another.
         hopeful: whether a block is computed with the reference of its first step, and once more, with one that follows, if a
             sum of weights exceeds ``LIMIT``. Only programs that persist are.
+        clears: whether the producer puts zeros where values are padding: their weights are 0, but 0 times NaN is not.
         warps: whether the producer is a warp, or a warpgroup.
         head, full, tail: whether any walk has masked steps at first, unmasked ones, masked ones at last.
 
@@ -99,6 +102,7 @@ class Forward(Call):
     full: bool
     tail: bool
     hopeful: bool = False
+    clears: bool = False
     warps: bool = True
 
     @property
@@ -123,6 +127,7 @@ class Shared(NamedTuple):
     k_free: Any
     v_free: Any
     turn: Any
+    loaded: Any
 
 
 class Walk:
@@ -252,6 +257,7 @@ def _shared(c: Forward, dtype) -> Shared:
         k_free=freed,
         v_free=freed,
         turn=one_each if c.turn else None,
+        loaded=plgpu.Barrier(num_arrivals=1) if c.clears else None,
     )
 
 
@@ -331,10 +337,18 @@ def _produce(w: Work, walk: Walk, done):
     kv_head = lax.div(walk.head, jnp.int32(c.group))
     steps = walk.before(3)
 
+    def of_batch(name):
+        ref = w.optional[name]
+        return ref.at[walk.batch if ref.shape[0] > 1 else 0]
+
     def load(i, wait):
         slot = w.slot(done + i)
         keys = w.k_ref, shared.k, shared.k_free, i
         values = w.v_ref, shared.v, shared.v_free, i - 1
+        if c.clears:
+            # Read before a wait, not after it.
+            eighth = lax.div(jnp.maximum(walk.begin + (i - 1) * c.step, 0), jnp.int32(TILE_ROWS))
+            padded = of_batch("padded")[eighth] > 0
         for source, target, free, step in (keys, values):
             if wait:
                 plgpu.barrier_wait(free.at[slot])
@@ -343,7 +357,21 @@ def _produce(w: Work, walk: Walk, done):
             @pl.when(some)
             def _(source=source, target=target, step=step):
                 rows = pl.ds(walk.begin + step * c.step, c.step)
-                plgpu.copy_gmem_to_smem(source.at[walk.batch, rows, kv_head], target.at[slot], shared.ready.at[slot])
+
+                def copy(barrier):
+                    plgpu.copy_gmem_to_smem(source.at[walk.batch, rows, kv_head], target.at[slot], barrier)
+
+                if source is not w.v_ref or not c.clears:
+                    copy(shared.ready.at[slot])
+                    return
+                pl.when(~padded)(lambda: copy(shared.ready.at[slot]))
+
+                @pl.when(padded)
+                def _some_are_padding():
+                    copy(shared.loaded)
+                    plgpu.barrier_wait(shared.loaded)
+                    clear_rows(c, target.at[slot], of_batch("padding").at[rows])
+                    plgpu.barrier_arrive(shared.ready.at[slot])
 
             @pl.when(~some)
             def _():

@@ -62,9 +62,11 @@ def backward(
     # A row that sees nothing, or lies past the end, weighs nothing.
     base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     in_one = single(query.shape[3], value.shape[3])
-    boost = 0 if in_one else boost_of(query.dtype)
-    by_row = jnp.stack([padded(base2 - boost, rows, jnp.inf), padded(-slope if in_one else slope, rows)], 2)
-    inputs = [*map(in_eights, (query, key, value, dout)), by_row]
+    if in_one:
+        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
+    else:
+        by_row = [padded(base2 - boost_of(query.dtype), rows, jnp.inf), padded(slope, rows)]
+    inputs = [*map(in_eights, (query, key, value, dout)), jnp.stack(by_row, 2)]
     optional = mask_vectors(arrays, rows, keys)
     of_kernels = wanted - {"softmax_aux"}
     grads = {}

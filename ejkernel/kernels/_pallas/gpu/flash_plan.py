@@ -65,12 +65,15 @@ def key_intervals(arrays: dict[str, Array], spec: Any):
     return intervals(spec.window, arrays["query"].shape[1], arrays["key"].shape[1])
 
 
-def without_padding(arrays: dict[str, Array], spec: Any, backward: bool) -> tuple[dict[str, Array], int]:
+def without_padding(
+    arrays: dict[str, Array], spec: Any, backward: bool, by_kernel: bool = False
+) -> tuple[dict[str, Array], int]:
     """``arrays`` with zeros for keys that are padding, and how many keys before all windows were left out.
 
     Padding may be NaN, and a weight of 0 times NaN is not 0. It is what lies outside of all packed sequences, has an id of
     0 or less, or lies before the first key of the first query's window. (A positive id that no query has is not looked for.)
-    A forward multiplies values by weights; what it makes of keys is cut by the mask.
+    A forward multiplies values by weights; what it makes of keys is cut by the mask. ``by_kernel``: it puts the zeros itself,
+    and is told where: ``padding``, by key.
     """
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
     hidden, seen = 0, []
@@ -88,12 +91,15 @@ def without_padding(arrays: dict[str, Array], spec: Any, backward: bool) -> tupl
     if "kv_segment_ids" in arrays:
         seen += [arrays["kv_segment_ids"] > 0]
     if seen:
-        kept = functools.reduce(jnp.logical_and, seen)[..., None, None]
-        arrays = {**arrays, "value": jnp.where(kept, arrays["value"], 0)}
-        if backward:
-            arrays["key"] = jnp.where(kept, arrays["key"], 0)
+        kept = functools.reduce(jnp.logical_and, seen)
+        if by_kernel:
+            cleared = {"padding": (~kept).astype(jnp.int32)}
+        else:
+            names = ("key", "value") if backward else ("value",)
+            cleared = {name: jnp.where(kept[..., None, None], arrays[name], 0) for name in names}
+        arrays = {**arrays, **cleared}
     if hidden:
-        of_keys = {"key", "value", "kv_segment_ids"} & arrays.keys()
+        of_keys = {"key", "value", "kv_segment_ids", "padding"} & arrays.keys()
         arrays = {**arrays, **{name: arrays[name][:, hidden:] for name in of_keys}}
     return arrays, hidden
 
@@ -148,6 +154,7 @@ def mask_vectors(arrays: dict[str, Array], rows: int, keys: int) -> dict[str, Ar
         "stop": ("kv_stop", rows),
         "q_ids": ("q_segment_ids", rows),
         "kv_ids": ("kv_segment_ids", keys),
+        "padding": ("padding", keys),
     }
     return {name: padded(arrays[source], size) for name, (source, size) in names.items() if source in arrays}
 

@@ -251,6 +251,70 @@ def summed_by_threads(c: Call, p):
     return add(p)
 
 
+def clear_rows(c: Call, tile, flags):
+    """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp."""
+    if c.interpreted:
+        tile[...] = jnp.where(lax.broadcast_in_dim(flags[...], tile.shape, [0]) != 0, 0, tile[...])
+        return
+    rows, width = tile.shape
+    across = swizzle_of(width)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(width)), plgpu.RefType()))
+    def clear(_, tile, flags):
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(tile))
+        lane = arith.remui(mgpu.thread_idx(), _constant(32))
+        tiles = width * 2 // across
+        for first in range(0, rows, 32):
+            row = arith.addi(lane, _constant(first))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, row, _constant(rows))
+            place = arith.select(inside, row, _constant(0))
+            flag = memref.load(flags, [arith.index_cast(index, place)])
+            some = scf.IfOp(arith.andi(inside, arith.cmpi(arith.CmpIPredicate.ne, flag, _constant(0))))
+            with ir.InsertionPoint(some.then_block):
+                high, low = arith.divui(row, _constant(8)), arith.remui(row, _constant(8))
+                offset = arith.addi(arith.muli(high, _constant(tiles * 8 * across)), arith.muli(low, _constant(across)))
+                address = arith.addi(base, offset)
+                for at in range(tiles):
+                    for byte in range(0, across, 16):
+                        put = f"st.shared.v4.b32 [$0 + {at * 8 * across + byte}], {{$1, $1, $1, $1}};"
+                        llvm.inline_asm(None, [address, _constant(0)], put, "r,r", has_side_effects=True)
+                scf.yield_([])
+        llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
+        nvvm.bar_warp_sync(_constant(-1))
+
+    clear(tile, flags)
+
+
+def put_square(c: Call, square, x):
+    """``x``, 64 by 64, of 16 bits, in ``square``, of shared memory.
+
+    Registers go in the groups in which a product takes them: Mosaic GPU's own store takes others, and copies of all.
+    """
+    if c.interpreted:
+        square[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(ROWS)), plgpu.Layout.WGMMA))
+    def store(_, square, x):
+        i32 = ir.IntegerType.get_signless(32)
+        registers = {(at[1], at[4]): llvm.bitcast(i32, y) for at, y in np.ndenumerate(x.registers)}
+        # A lane has the address of 16 bytes: of a row of one of four squares of 8 by 8, two by two.
+        lane = arith.remui(mgpu.thread_idx(), _constant(32))
+        low, right = arith.remui(lane, _constant(8)), arith.divui(lane, _constant(16))
+        row = arith.remui(arith.divui(mgpu.thread_idx(), _constant(32)), _constant(4))
+        row = arith.addi(arith.muli(row, _constant(16)), arith.remui(lane, _constant(16)))
+        place = arith.addi(arith.muli(row, _constant(128)), arith.muli(arith.xori(low, right), _constant(16)))
+        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(square))
+        for i in range(ROWS // CHUNK):
+            address = arith.addi(base, arith.xori(place, _constant(2 * CHUNK * i)))
+            values = [registers[2 * i + column, row] for column in range(2) for row in range(2)]
+            code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+            llvm.inline_asm(None, [address, *values], code, "r,r,r,r,r", has_side_effects=True)
+
+    store(square, x)
+
+
 def put(c: Call, slot, value: int):
     """``value`` in ``slot``, of shared memory, by a warp."""
     if c.interpreted:
