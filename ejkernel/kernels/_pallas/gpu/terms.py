@@ -277,8 +277,8 @@ def clear_rows(c: Call, tile, flags):
                 address = arith.addi(base, offset)
                 for at in range(tiles):
                     for byte in range(0, across, 16):
-                        put = f"st.shared.v4.b32 [$0 + {at * 8 * across + byte}], {{$1, $1, $1, $1}};"
-                        llvm.inline_asm(None, [address, _constant(0)], put, "r,r", has_side_effects=True)
+                        code = f"st.shared.v4.b32 [$0 + {at * 8 * across + byte}], {{$1, $1, $1, $1}};"
+                        llvm.inline_asm(None, [address, _constant(0)], code, "r,r", has_side_effects=True)
                 scf.yield_([])
         llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
         nvvm.bar_warp_sync(_constant(-1))
