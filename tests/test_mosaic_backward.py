@@ -230,23 +230,28 @@ def test_parameters_are_clipped(dims):
     assert len({program(params) for params in [*asked, host.defaults(shapes_of(*dims))]}) == 1
 
 
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
-def test_traces_in_shard_map(dims, check_vma):
+def test_traces_in_shard_map(dims, check_vma, segments):
     """Where JAX knows over which axes arrays vary it refuses warps of different roles: kernels then have none."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
 
-    def gradients(query, key, value):
+    def gradients(query, key, value, ids):
+        options = {"q_segment_ids": ids, "kv_segment_ids": ids} if segments else {}
+
         def loss(query, key, value):
-            return flash_attention(query, key, value, causal=True, platform="pallas").astype(jnp.float32).sum()
+            out = flash_attention(query, key, value, causal=True, platform="pallas", **options)
+            return out.astype(jnp.float32).sum()
 
         return jax.grad(loss, (0, 1, 2))(query, key, value)
 
     arrays = inputs(batch=2, dims=dims)[:3]
+    ids = jnp.ones(arrays[0].shape[:2], jnp.int32)
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma)
     with target("nvidia-h200"):
-        traced = jax.make_jaxpr(mapped)(*arrays)
+        traced = jax.make_jaxpr(mapped)(*arrays, ids)
     assert [x.shape for x in traced.out_avals] == [x.shape for x in arrays]
     assert ("WarpMesh" in str(traced)) is not check_vma
 
