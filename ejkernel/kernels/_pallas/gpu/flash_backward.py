@@ -104,12 +104,8 @@ class Backward(Call):
 
     @property
     def by_rows(self) -> bool:
-        """Whether a warpgroup computes 64 rows of dQ, or else 64 of its columns."""
+        """Whether a warpgroup computes 64 rows of dQ, or else 64 of its columns: a square either way."""
         return self.step == SIDE * self.consumers
-
-    @property
-    def dq_columns(self) -> int:
-        return self.dim if self.by_rows else SIDE
 
 
 def call(
@@ -167,7 +163,7 @@ def _scratch(c: Backward, dtype) -> list[Any]:
         tile(c.stages, c.step, c.dim),
         tile(c.stages, c.step, c.value_dim),
         tile(c.slots, c.consumers, c.step // SIDE, SIDE, SIDE),
-        tile(c.buffers, c.consumers, SIDE, c.dq_columns, dtype=jnp.float32),
+        tile(c.buffers, c.consumers, SIDE, SIDE, dtype=jnp.float32),
         plgpu.SMEM((c.stages, 2, c.step), jnp.float32),
         plgpu.Barrier(num_arrivals=c.consumers * (c.dim // SIDE + 1)),
         plgpu.Barrier(num_arrivals=3, num_barriers=c.stages),
@@ -272,7 +268,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 def copy(**how):
                     for part in range(c.consumers):
                         rows = pl.ds(row0 + part * SIDE, SIDE) if c.by_rows else pl.ds(row0, SIDE)
-                        columns = pl.ds(0 if c.by_rows else part * SIDE, c.dq_columns)
+                        columns = pl.ds(0 if c.by_rows else part * SIDE, SIDE)
                         target = dq_ref.at[(*((block,) if c.interpreted else ()), batch, rows, head, columns)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[buffer, part], target, **how)
 
@@ -336,10 +332,8 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
         def start_dq(acc, t):
             slot, none = modulo(t, c.slots), zero(t)
             for r in range(c.consumers):
-                for h in range(c.dq_columns // SIDE):
-                    row, column = (warpgroup, h) if c.by_rows else (0, warpgroup)
-                    target = acc if c.dq_columns == SIDE else acc.at[:, h * SIDE : (h + 1) * SIDE]
-                    plgpu.wgmma(target, ds_smem.at[slot, r, row].transpose((1, 0)), k_smem.at[none + r, column])
+                row, column = (warpgroup, 0) if c.by_rows else (0, warpgroup)
+                plgpu.wgmma(acc, ds_smem.at[slot, r, row].transpose((1, 0)), k_smem.at[none + r, column])
 
         def store_dq(turn, dq_acc, pending):
             buffer = modulo(turn, c.buffers)
@@ -439,7 +433,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                     # Else the compiler waits for all products before it takes dQ's registers for the next scores.
                     branch(c)
 
-            pl.run_scoped(products, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
+            pl.run_scoped(products, plgpu.ACC((SIDE, SIDE), jnp.float32))
 
         def release(t):
             """Of a step before, whose products are through with the slot."""
@@ -489,7 +483,7 @@ def _program(c: Backward, inputs, optional, dq_ref, dk_ref, dv_ref, k_smem, v_sm
                 plgpu.commit_smem()
                 publish_dq(total)
 
-            pl.run_scoped(finish, plgpu.ACC((SIDE, c.dq_columns), jnp.float32))
+            pl.run_scoped(finish, plgpu.ACC((SIDE, SIDE), jnp.float32))
             # Both warpgroups are through with the keys when the writers are with dQ.
             for buffer in range(c.buffers):
                 plgpu.barrier_wait(dq_free.at[buffer])
