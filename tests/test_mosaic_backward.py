@@ -141,8 +141,8 @@ def test_padding_may_be_garbage(name, dims, capfd):
 
     def spoil(arrays):
         query, key, value, *rest = arrays
-        garbage = np.where(np.arange(len(hidden)) % 2, np.nan, np.inf)[:, None, None]
-        return [query, *(jnp.where(hidden[:, None, None], garbage, x).astype(x.dtype) for x in (key, value)), *rest]
+        garbage = np.where(np.arange(hidden.shape[-1]) % 2, np.nan, np.inf)[:, None, None]
+        return [query, *(jnp.where(hidden[..., None, None], garbage, x).astype(x.dtype) for x in (key, value)), *rest]
 
     check_interpreted({**shape, "dims": dims}, options, capfd, spoil=spoil)
 
