@@ -511,7 +511,7 @@ def test_on_a_gpu(name, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 @pytest.mark.parametrize("name", PADDED)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_padding_may_be_garbage_on_a_gpu(name, garbage, dim):
     if explain("flash_attention", X, X, X, platform="pallas").chosen is None:
         pytest.skip("needs a Hopper GPU")
