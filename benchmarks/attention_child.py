@@ -128,7 +128,7 @@ def visible(case, integers):
 
 def kept(case):
     """Which weights dropout keeps, ``[B, H, S, S]``."""
-    from ejkernel.kernels import dropout
+    from ejkernel.kernels.common import dropout
 
     place = np.arange(case["length"])
     keys = dropout.batch_keys(np.uint32(case["options"]["dropout_seed"]), case["batch"])

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jaxlib
 
 from ejkernel import UnsupportedError, autotune, flash_attention, kernel_registry
-from ejkernel.ops.core.device import describe
+from ejkernel.contracts.device import describe
 
 FLASH = "flash_attention"
 

@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Backend": "ejkernel.ops.core.support",
-    "BwdParams": "ejkernel.ops.utils.datacarrier",
+    "Backend": "ejkernel.contracts.support",
+    "BwdParams": "ejkernel.contracts.params",
     "EjkernelError": "ejkernel.errors",
-    "FwdParams": "ejkernel.ops.utils.datacarrier",
+    "FwdParams": "ejkernel.contracts.params",
     "InvalidInputError": "ejkernel.errors",
-    "Platform": "ejkernel.ops.core.support",
-    "Support": "ejkernel.ops.core.support",
+    "Platform": "ejkernel.contracts.support",
+    "Support": "ejkernel.contracts.support",
     "UnsupportedError": "ejkernel.errors",
     "autotune": "ejkernel.ops.config.autotune",
     "blocksparse_attention": "ejkernel.ops.blocksparse_attention",
     "explain": "ejkernel.ops.core.explain",
     "flash_attention": "ejkernel.ops.flash_attention",
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
-    "kernel_registry": "ejkernel.ops.core.registry",
+    "kernel_registry": "ejkernel.contracts.registry",
     "mean_pooling": "ejkernel.ops.mean_pooling",
-    "overlay": "ejkernel.ops.core.context",
+    "overlay": "ejkernel.ops.config.context",
     "page_attention": "ejkernel.ops.page_attention",
     "recurrent": "ejkernel.ops.recurrent",
     "ring_attention": "ejkernel.ops.ring_attention",
     "ring_shard": "ejkernel.ops.ring_attention",
     "ring_unshard": "ejkernel.ops.ring_attention",
-    "target": "ejkernel.ops.core.context",
+    "target": "ejkernel.ops.config.context",
 }
 
 _PACKAGES = ("callib", "errors", "lab", "ops", "patterns", "utils", "xla_utils")
@@ -41,20 +41,20 @@ __all__ = sorted([*_HOMES, "patterns"])
 
 if TYPE_CHECKING:
     from ejkernel import patterns
+    from ejkernel.contracts.params import BwdParams, FwdParams
+    from ejkernel.contracts.registry import kernel_registry
+    from ejkernel.contracts.support import Backend, Platform, Support
     from ejkernel.errors import EjkernelError, InvalidInputError, UnsupportedError
     from ejkernel.ops.blocksparse_attention import blocksparse_attention
     from ejkernel.ops.config.autotune import autotune
-    from ejkernel.ops.core.context import overlay, target
+    from ejkernel.ops.config.context import overlay, target
     from ejkernel.ops.core.explain import explain
-    from ejkernel.ops.core.registry import kernel_registry
-    from ejkernel.ops.core.support import Backend, Platform, Support
     from ejkernel.ops.flash_attention import flash_attention
     from ejkernel.ops.grouped_matmul import grouped_matmul
     from ejkernel.ops.mean_pooling import mean_pooling
     from ejkernel.ops.page_attention import page_attention
     from ejkernel.ops.recurrent import recurrent
     from ejkernel.ops.ring_attention import ring_attention, ring_shard, ring_unshard
-    from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ejkernel import kernel_registry
+from ejkernel.contracts.device import describe
 from ejkernel.ops.config import chain, store
-from ejkernel.ops.core.device import describe
 
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")

@@ -49,7 +49,7 @@ def _mix(x, last=True):
 
 
 def dropout_factors(seed, probability, batch, heads, q_len, kv_len):
-    """``[B, H, Sq, Sk]``: 0 or 1 / (1 - p), as ``ejkernel.kernels.dropout`` documents it."""
+    """``[B, H, Sq, Sk]``: 0 or 1 / (1 - p), as ``ejkernel.kernels.common.dropout`` documents it."""
     if not probability:
         return np.ones((batch, heads, q_len, kv_len))
     u = np.uint32

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from tolerances import assert_close
 
 from ejkernel import BwdParams, FwdParams, Platform, UnsupportedError, explain, flash_attention, kernel_registry, target
+from ejkernel.contracts.device import describe
 from ejkernel.kernels._cudnn import flash_attention as cudnn
 from ejkernel.ops.config import chain
 from ejkernel.ops.core import select
-from ejkernel.ops.core.device import describe
 from ejkernel.ops.flash_attention import OPERATION
 
 H200 = "nvidia-h200"

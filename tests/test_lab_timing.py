@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.contracts.device import describe
 from ejkernel.errors import InvalidInputError
 from ejkernel.lab import Ceilings, Measurement, benchmark_latency, ceilings, measure, measure_ceilings, timing, warmup
-from ejkernel.ops.config import store
-from ejkernel.ops.core.device import describe
+from ejkernel.utils.directories import cache_directory
 
 SHORT = {"min_seconds": 0.0, "max_seconds": 0.02}
 
@@ -457,7 +457,7 @@ def measured(monkeypatch):
 
 
 def kept():
-    (path,) = (store.directory() / "ceilings").iterdir()
+    (path,) = (cache_directory() / "ceilings").iterdir()
     return path
 
 

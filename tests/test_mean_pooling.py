@@ -18,9 +18,9 @@ from tolerances import assert_close
 
 import ejkernel
 from ejkernel import FwdParams, InvalidInputError, UnsupportedError, mean_pooling, overlay
+from ejkernel.contracts.device import describe
 from ejkernel.kernels._xla import mean_pooling as kernel
 from ejkernel.kernels._xla.mean_pooling import XlaMeanPooling
-from ejkernel.ops.core.device import describe
 from ejkernel.ops.mean_pooling import MeanPoolingSpec
 
 DTYPES = ["float16", "bfloat16", "float32"]

@@ -18,8 +18,8 @@ from test_jit import count_traces
 from tolerances import assert_close
 
 from ejkernel import BwdParams, FwdParams, InvalidInputError, UnsupportedError, explain, overlay, page_attention
+from ejkernel.contracts.device import describe
 from ejkernel.kernels._xla import page_attention as kernel
-from ejkernel.ops.core.device import describe
 from ejkernel.ops.page_attention import OPERATION
 
 IMPLEMENTATIONS = runnable("page_attention")

@@ -22,9 +22,9 @@ from ejkernel import (
     overlay,
     target,
 )
+from ejkernel.contracts.device import describe
+from ejkernel.contracts.support import HALF, cpu, cuda, is_present, multiple_of, tpu
 from ejkernel.ops.config import chain
-from ejkernel.ops.core.device import describe
-from ejkernel.ops.core.support import HALF, cpu, cuda, is_present, multiple_of, tpu
 
 X = jnp.ones((1, 8, 2, 16))
 FLASH = "flash_attention"

@@ -9,8 +9,8 @@ import pytest
 from conftest import bound
 
 from ejkernel import Platform, UnsupportedError, explain, flash_attention, kernel_registry, target
+from ejkernel.contracts.device import DeviceInfo
 from ejkernel.ops.config import chain
-from ejkernel.ops.core.device import DeviceInfo
 
 FLASH = "flash_attention"
 

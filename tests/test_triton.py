@@ -25,10 +25,10 @@ from tolerances import assert_close
 
 from ejkernel import Platform, explain, flash_attention, target
 from ejkernel.callib.chips import CHIPS
+from ejkernel.contracts.device import describe
 from ejkernel.kernels._triton import cache
 from ejkernel.kernels._triton import flash_attention as flash
 from ejkernel.kernels._triton.call import interpreting
-from ejkernel.ops.core.device import describe
 from ejkernel.ops.flash_attention import OPERATION
 
 triton = pytest.importorskip("triton", reason="triton is not installed")

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 import ejkernel
 from ejkernel import InvalidInputError, Platform, kernel_registry
+from ejkernel.contracts.device import describe
 from ejkernel.lab import workloads
 from ejkernel.lab.extras import need
 from ejkernel.ops.config import chain
-from ejkernel.ops.core.device import describe
 
 PICTURES = (".png", ".svg", ".pdf")
 _ARRAY = re.compile(r"^(?P<dtype>[a-z]+[0-9a-z_]*)\[(?P<shape>[0-9, ]*)\]$")

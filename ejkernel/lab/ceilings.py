@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.callib.devices import resolve_device
+from ejkernel.contracts.device import DeviceInfo, describe
 from ejkernel.lab.timing import Places, timed
 from ejkernel.ops.config import store
-from ejkernel.ops.core.device import DeviceInfo, describe
 from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.utils.directories import cache_directory
 
 __all__ = ["Ceilings", "measure_ceilings"]
 
@@ -89,7 +90,7 @@ def _path(info: DeviceInfo) -> Path:
     key = {"format": FORMAT, "fingerprint": info.fingerprint, "jax": jax.__version__}
     if info.kind == "cpu":  # the fingerprint tells the model, not how many cores this process may use
         key["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return store.directory() / "ceilings" / f"{info.name}-{short_hash(key)}.json"
+    return cache_directory() / "ceilings" / f"{info.name}-{short_hash(key)}.json"
 
 
 def _read(path: Path, info: DeviceInfo) -> Ceilings | None:

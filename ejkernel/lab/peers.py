@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.contracts.device import describe
 from ejkernel.lab.extras import need
 from ejkernel.lab.workloads import Workload
-from ejkernel.ops.core.device import describe
 
 
 class Absent(Exception):

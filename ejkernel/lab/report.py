@@ -26,11 +26,11 @@ import numpy as np
 import ejkernel
 from ejkernel import UnsupportedError, kernel_registry
 from ejkernel.callib.chips import identify
+from ejkernel.contracts.device import describe
 from ejkernel.lab import peers, workloads
 from ejkernel.lab.ceilings import Ceilings, measure_ceilings
 from ejkernel.lab.timing import measure
 from ejkernel.lab.workloads import BOUNDS, OPERATIONS, Workload
-from ejkernel.ops.core.device import describe
 
 Prepared = tuple[Callable, tuple, Any, int | None, float | None]
 FORWARD, BOTH = "forward", "forward + backward"

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ejkernel.contracts.device import DeviceInfo, describe
 from ejkernel.kernels._triton.call import interpreting
-from ejkernel.kernels.varying import vary_over, varying_axes
+from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.core.checks import Checker, is_array, is_concrete
-from ejkernel.ops.core.context import surroundings
-from ejkernel.ops.core.device import DeviceInfo, describe
 
 __all__ = ["gemm_tiled", "gemv", "standard_attention"]
 

@@ -16,8 +16,8 @@ from jax import Array
 
 from ejkernel.callib.calibration import get_shared_memory_limit
 from ejkernel.callib.chips import CHIPS
+from ejkernel.contracts.device import DeviceInfo
 from ejkernel.kernels._triton.call import call, interpreting
-from ejkernel.ops.core.device import DeviceInfo
 
 # Tiles of the product, (m, n, k, warps, stages), the largest first; none spills on the chips that the tests compile for.
 HALF = ((128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (64, 64, 64, 4, 3))

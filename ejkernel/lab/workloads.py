@@ -13,9 +13,9 @@ import numpy as np
 
 import ejkernel
 from ejkernel import explain, kernel_registry, patterns
+from ejkernel.contracts.device import describe
 from ejkernel.errors import InvalidInputError
 from ejkernel.lab.reference import REFERENCES
-from ejkernel.ops.core.device import describe
 
 # Largest relative error that passes: a few units of the dtype's rounding, after sums of some hundred terms.
 BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels.intervals import intervals
+from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.core.checks import Checker
 from ejkernel.utils import log_sum_exp
 

@@ -15,7 +15,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Integer
 
-from ejkernel.kernels.intervals import intervals
+from ejkernel.contracts.call import Call, Cost
+from ejkernel.contracts.registry import Implementation
+from ejkernel.contracts.support import Backend, Platform
+from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
     Window,
@@ -28,9 +31,7 @@ from ejkernel.ops.attention import (
     window_words,
 )
 from ejkernel.ops.core.checks import concrete, is_array
-from ejkernel.ops.core.operation import Call, Cost, Operation
-from ejkernel.ops.core.registry import Implementation
-from ejkernel.ops.core.support import Backend, Platform
+from ejkernel.ops.core.operation import Operation
 
 AnyArray = Array | np.ndarray
 

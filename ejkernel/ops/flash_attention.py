@@ -13,7 +13,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Integer
 
-from ejkernel.kernels import dropout
+from ejkernel.contracts.call import Call, Cost
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.support import Backend, Platform
+from ejkernel.kernels.common import dropout
 from ejkernel.ops.attention import (
     AttentionChecker,
     effective_window,
@@ -26,9 +29,7 @@ from ejkernel.ops.attention import (
     window_words,
 )
 from ejkernel.ops.core.checks import concrete, is_array
-from ejkernel.ops.core.operation import Call, Cost, Operation
-from ejkernel.ops.core.support import Backend, Platform
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.ops.core.operation import Operation
 from ejkernel.xla_utils import prepare_sequence_ids
 
 AnyArray = Array | np.ndarray

@@ -15,12 +15,13 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Integer, Num
 
+from ejkernel.contracts.call import Call, Cost
+from ejkernel.contracts.params import FwdParams
+from ejkernel.contracts.support import Backend, Platform
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.attention import AttentionChecker, joined_sinks, nbytes, power_of_two, statistics_dtype, window_words
 from ejkernel.ops.core.checks import concrete, is_array
-from ejkernel.ops.core.operation import Call, Cost, Operation
-from ejkernel.ops.core.support import Backend, Platform
-from ejkernel.ops.utils.datacarrier import FwdParams
+from ejkernel.ops.core.operation import Operation
 
 AnyArray = Array | np.ndarray
 

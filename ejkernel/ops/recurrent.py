@@ -14,9 +14,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Integer
 
+from ejkernel.contracts.call import Call, Cost
+from ejkernel.contracts.support import Backend, Platform
 from ejkernel.ops.core.checks import Checker, concrete, is_array
-from ejkernel.ops.core.operation import Call, Cost, Operation
-from ejkernel.ops.core.support import Backend, Platform
+from ejkernel.ops.core.operation import Operation
 
 AnyArray = Array | np.ndarray
 State = Float[AnyArray, "batch hidden"] | Float[AnyArray, "2 batch hidden"]

@@ -14,8 +14,11 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float, Integer
 
+from ejkernel.contracts.call import Call, Cost
+from ejkernel.contracts.registry import Implementation, kernel_registry
+from ejkernel.contracts.support import Backend, Platform
 from ejkernel.kernels._xla import ring_attention as kernel
-from ejkernel.kernels.varying import vary_over
+from ejkernel.kernels.common.varying import vary_over
 from ejkernel.ops.attention import (
     AttentionChecker,
     joined_sinks,
@@ -26,9 +29,7 @@ from ejkernel.ops.attention import (
 )
 from ejkernel.ops.config import chain
 from ejkernel.ops.core.checks import Checker, is_array
-from ejkernel.ops.core.operation import Call, Cost, Operation, types_of
-from ejkernel.ops.core.registry import Implementation, kernel_registry
-from ejkernel.ops.core.support import Backend, Platform
+from ejkernel.ops.core.operation import Operation, types_of
 from ejkernel.ops.flash_attention import FlashSpec
 
 AnyArray = Array | np.ndarray

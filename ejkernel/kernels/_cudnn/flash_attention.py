@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.ops.core.device import DeviceInfo
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import HALF, Backend, Platform, Support, cuda, is_present, multiple_of
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, is_present, multiple_of
 
 # What is private to JAX: the names from here to ``_cudnn_version``. ``changes`` compares them with the JAX that is
 # installed; where it finds a difference the kernel is refused.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.config import store
+from ejkernel.utils.directories import cache_directory
 
 COMPILE = "compile_ttir_to_ptx_inplace"
 RESULT = "CompilationResult"
@@ -56,7 +56,7 @@ def kept(compile: Callable[..., Any], result: type) -> Callable[..., Any]:
 def _path(*parts: str) -> Path:
     versions = [str(getattr(sys.modules.get(name), "__version__", "")) for name in ("triton", "jax_triton")]
     digest = hashlib.sha256("\n".join([*versions, *parts]).encode()).hexdigest()
-    return store.directory() / "triton" / f"{digest}.json"
+    return cache_directory() / "triton" / f"{digest}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

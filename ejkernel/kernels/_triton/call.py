@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 
 from ejkernel.kernels._triton import cache
-from ejkernel.kernels.varying import vary_as
-from ejkernel.ops.core.context import surroundings
+from ejkernel.kernels.common.varying import vary_as
+from ejkernel.ops.config.context import surroundings
 
 
 def interpreting() -> bool:

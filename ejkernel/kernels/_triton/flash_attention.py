@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels import dropout, visibility
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
 from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import candidates, default, padded, widest
 from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
-from ejkernel.kernels.intervals import intervals
-from ejkernel.ops.core.device import DeviceInfo
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.kernels.common import dropout, visibility
+from ejkernel.kernels.common.intervals import intervals
 
 LOG2E = math.log2(math.e)
 LARGEST_HEAD_DIM = 256

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.kernels import visibility
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.kernels.common import visibility
 
 # Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
 # (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one

@@ -16,13 +16,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.flash_attention import LOGITS_PER_WIDE_STEP, dot, loop, sink_gradient, sum_last
 from ejkernel.kernels._xla.problem import add_block, heads_per_step, load, store
-from ejkernel.kernels.intervals import intervals
-from ejkernel.kernels.varying import vary_over, varying_axes
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.kernels.common.intervals import intervals
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # Keys loaded at once where the blocks are smaller: larger products run faster, smaller ones mask fewer.
 KEYS_PER_STEP = 256

@@ -16,11 +16,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels import visibility
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.problem import BLOCK, Problem, add_block, flip, store
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.kernels.common import visibility
 
 # Logits held at once where a step is wide: on an accelerator, and over several devices, each of which holds a part.
 LOGITS_PER_WIDE_STEP = 2**25

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels.varying import vary_over, varying_axes
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 ROWS = 256
 # The fewest rows that a CPU multiplies at nearly the speed of many; more where a sum over the rows is written each time.

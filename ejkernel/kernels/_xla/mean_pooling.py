@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.bits import from_bits, to_bits
-from ejkernel.kernels.varying import vary_over, varying_axes
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # Positions of a lane a step. More of them spill registers, fewer leave the loop's own cost to show (CPU, jax 0.10).
 UNROLL = 16

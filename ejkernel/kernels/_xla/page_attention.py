@@ -22,11 +22,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.problem import load, store
-from ejkernel.kernels.varying import vary_over, varying_axes
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # One sequence at a time: enough tokens a step to outweigh its overhead, few enough to stay in a CPU's caches. Pages are
 # laid side by side by a loop that asks for each token which page it is of, so that many pages cost more than many steps.

@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels import dropout
-from ejkernel.kernels.intervals import intervals
-from ejkernel.kernels.varying import vary_over, varying_axes
+from ejkernel.kernels.common import dropout
+from ejkernel.kernels.common.intervals import intervals
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # Logits held at once by one step. 4 MiB of float32 leave room for their companions in a CPU's caches.
 LOGITS_PER_STEP = 2**20

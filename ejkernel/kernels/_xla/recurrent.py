@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla import cells
 from ejkernel.kernels._xla.bits import from_bits, to_bits
-from ejkernel.kernels.varying import vary_over, varying_axes
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import ALL_FLOATS, Backend, Platform, Support, any_device
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # Rows of a product over many steps in the backward: enough to use every core, few enough to stay in the caches.
 ROWS = 1024

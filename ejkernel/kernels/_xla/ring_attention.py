@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels._xla.flash_attention import sink_gradient, sum_last
-from ejkernel.kernels.varying import vary_over, varying_axes
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 KEYS = ("key", "value", "kv_segment_ids")
 

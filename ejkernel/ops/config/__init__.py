@@ -1,1 +1,1 @@
-"""Where parameters come from: the chain, the store and the tuner."""
+"""What surrounds a call (``target``, ``overlay``, tuning), and where its parameters come from: chain, store, tuner."""

@@ -12,20 +12,18 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.contracts.call import Call
+from ejkernel.contracts.device import DeviceInfo, describe
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import Implementation, kernel_registry
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.config import chain
-from ejkernel.ops.core.context import surroundings, tuning
-from ejkernel.ops.core.device import DeviceInfo, describe
-from ejkernel.ops.core.registry import Implementation, kernel_registry
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.operation import Call
+from ejkernel.ops.config.context import surroundings, tuning
 
 R = TypeVar("R")
 

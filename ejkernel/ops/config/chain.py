@@ -8,19 +8,18 @@ import math
 import os
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ejkernel.callib.chips import CHIPS
+from ejkernel.contracts.call import Call
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import Implementation, kernel_registry
 from ejkernel.ops.config import store
+from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.config.store import params_class
-from ejkernel.ops.core.context import surroundings
-from ejkernel.ops.core.device import DeviceInfo
-from ejkernel.ops.core.registry import Implementation, kernel_registry
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import stable_json
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.operation import Call
+from ejkernel.utils.directories import cache_directory
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def lookup(call: Call, device: DeviceInfo, entry: Implementation, direction: str
 
 
 def _memory_key(key: dict[str, Any]) -> str:
-    return f"{store.directory()}\n{stable_json(key)}"
+    return f"{cache_directory()}\n{stable_json(key)}"
 
 
 def remember(call: Call, device: DeviceInfo, entry: Implementation, direction: str, record: Record) -> None:

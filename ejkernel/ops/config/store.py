@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import platformdirs
 
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.ops.utils.fingerprint import short_hash, stable_json
+from ejkernel.utils.directories import cache_directory
 
 FORMAT = 1
 LOCK_SECONDS = 10.0
@@ -31,14 +31,9 @@ def params_class(direction: str) -> type[FwdParams] | type[BwdParams]:
     return FwdParams if direction == "forward" else BwdParams
 
 
-def directory() -> Path:
-    """``EJKERNEL_CACHE_DIR``, else the platform's cache directory of the user."""
-    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or platformdirs.user_cache_dir("ejkernel", appauthor=False))
-
-
 def path_of(key: dict[str, Any]) -> Path:
     """Where an entry lives."""
-    return directory() / "tuned" / f"{key['operation']}-{short_hash(key)}.json"
+    return cache_directory() / "tuned" / f"{key['operation']}-{short_hash(key)}.json"
 
 
 def read(key: dict[str, Any]) -> dict[str, Any] | None:

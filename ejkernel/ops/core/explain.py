@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ejkernel.contracts import device as devices
+from ejkernel.contracts.registry import kernel_registry
 from ejkernel.errors import InvalidInputError
-from ejkernel.ops.core import device as devices
+from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.core import select
 from ejkernel.ops.core.checks import is_concrete
-from ejkernel.ops.core.context import surroundings
-from ejkernel.ops.core.registry import kernel_registry
 
 
 def explain(operation: Any, /, *args: Any, device: Any = None, **kwargs: Any) -> select.Explanation:

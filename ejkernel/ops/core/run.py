@@ -13,13 +13,14 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel.contracts.call import Call
+from ejkernel.contracts.device import DeviceInfo
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels.varying import vary_over, varying_axes
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 from ejkernel.ops.core import select
-from ejkernel.ops.core.device import DeviceInfo
 
 if TYPE_CHECKING:
-    from ejkernel.ops.core.operation import Call, Operation
+    from ejkernel.ops.core.operation import Operation
 
 
 @contextlib.contextmanager

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ejkernel.contracts.call import Call
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import Implementation, kernel_registry, matches
+from ejkernel.contracts.support import Backend, Platform, Request
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.config import chain
-from ejkernel.ops.core.device import DeviceInfo
-from ejkernel.ops.core.registry import Implementation, kernel_registry, matches
-from ejkernel.ops.core.support import Backend, Platform, Request
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
-
-if TYPE_CHECKING:
-    from ejkernel.ops.core.operation import Call
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ejkernel.kernels import visibility
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, multiple_of
 from ejkernel.kernels._pallas.gpu.flash_plan import (
     SIDE,
     TILE_ROWS,
@@ -25,9 +27,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     whole_tiles,
     without_padding,
 )
-from ejkernel.ops.core.registry import kernel_registry
-from ejkernel.ops.core.support import HALF, Backend, Platform, Support, cuda, multiple_of
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
+from ejkernel.kernels.common import visibility
 
 # Keys of one instruction of the second product.
 CHUNK = 16

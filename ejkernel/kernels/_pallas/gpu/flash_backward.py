@@ -32,7 +32,7 @@ from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, SIDE, Call
 from ejkernel.kernels._pallas.gpu.terms import WHOLE, branch, modulo, put_square, zero
-from ejkernel.kernels.varying import vary_as, varying_axes
+from ejkernel.kernels.common.varying import vary_as, varying_axes
 
 SERVICE_REGISTERS = 24
 # What weights, which are at most 1, are multiplied by as float16: the least with all its digits is then 2**-29, not 2**-14.

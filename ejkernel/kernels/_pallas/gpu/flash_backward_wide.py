@@ -30,7 +30,7 @@ from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_plan import LOG2E, SIDE, Call
 from ejkernel.kernels._pallas.gpu.terms import WHOLE, transforms, zero
-from ejkernel.kernels.varying import vary_as
+from ejkernel.kernels.common.varying import vary_as
 
 CONSUMERS = 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24

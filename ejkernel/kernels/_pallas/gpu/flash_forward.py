@@ -54,7 +54,7 @@ from ejkernel.kernels._pallas.gpu.terms import (
     transforms,
     zero,
 )
-from ejkernel.kernels.varying import vary_as, varying_axes
+from ejkernel.kernels.common.varying import vary_as, varying_axes
 
 # Where the reference starts. Finite, so that a row without a visible key meets no inf - inf.
 LOWEST = -1e30

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels import visibility
+from ejkernel.contracts.params import BwdParams
 from ejkernel.kernels._pallas.gpu.flash_plan import (
     LOG2E,
     SIDE,
@@ -30,7 +30,7 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     without_padding,
 )
 from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
-from ejkernel.ops.utils.datacarrier import BwdParams
+from ejkernel.kernels.common import visibility
 
 # Warpgroups that compute, in every kernel, and the rows of a block that they share.
 CONSUMERS = 2

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel.kernels.intervals import intervals
-from ejkernel.kernels.visibility import Walk
+from ejkernel.kernels.common.intervals import intervals
+from ejkernel.kernels.common.visibility import Walk
 
 LOG2E = math.log2(math.e)
 WARPS_A_GROUP = 4

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ejkernel.contracts.support import EVERYTHING, Backend, Platform, Support, as_member
 from ejkernel.errors import InvalidInputError, UnsupportedError
-from ejkernel.ops.core.support import EVERYTHING, Backend, Platform, Support, as_member
 
 T = TypeVar("T")
 
@@ -34,6 +34,9 @@ BUILTIN = {
     "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
     "ring_attention": ("ejkernel.ops.ring_attention", ()),
 }
+
+# Runs what users register for an algorithm that is not in ``BUILTIN``; named, like the operations, and loaded when asked for.
+CUSTOM = "ejkernel.ops.core.custom"
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,15 +197,17 @@ class KernelRegistry:
         self, algorithm: str, platform: Platform | str | None = None, backend: Backend | str | None = None
     ) -> Callable:
         """The operation, pinned to an implementation and callable with the operation's own signature."""
-        from ejkernel.ops.core.operation import pinned
-
         platform, backend = as_member(platform, Platform, "platform"), as_member(backend, Backend, "backend")
         entries = self.list_implementations(algorithm)
         if not any(matches(entry, platform, backend) for entry in entries):
             asked = ", ".join(f"{k}={v.value!r}" for k, v in (("platform", platform), ("backend", backend)) if v)
             known = ", ".join(str(entry) for entry in entries)
             raise UnsupportedError(f"{algorithm} has no implementation for {asked}; there are: {known}.")
-        return pinned(algorithm, platform, backend)
+        operation = self.operation(algorithm)
+        if operation is None:
+            return importlib.import_module(CUSTOM).pinned(algorithm, platform, backend)
+        pinned = functools.partial(operation.function, platform=platform, backend=backend)
+        return functools.update_wrapper(pinned, operation.function)
 
     def list_algorithms(self) -> list[str]:
         """The names of everything that has an implementation."""

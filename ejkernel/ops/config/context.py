@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from ejkernel.contracts import device as devices
+from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.errors import InvalidInputError
-from ejkernel.ops.core import device as devices
-from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def overlay(**operations: Any) -> Iterator[None]:
         >>> with overlay(flash_attention=FwdParams(q_blocksize=64)):
         ...     pass  # calls of flash_attention in here use blocks of 64 queries
     """
-    from ejkernel.ops.core.registry import kernel_registry
+    from ejkernel.contracts.registry import kernel_registry
 
     known = kernel_registry.list_algorithms()
     added = []

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.contracts.device import DeviceInfo
 from ejkernel.errors import InvalidInputError
-from ejkernel.ops.core.device import DeviceInfo
 
 
 class Platform(enum.Enum):

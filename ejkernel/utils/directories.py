@@ -1,0 +1,13 @@
+"""Where the package keeps files of the user's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+
+def cache_directory() -> Path:
+    """``EJKERNEL_CACHE_DIR``, else the platform's cache directory of the user."""
+    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or platformdirs.user_cache_dir("ejkernel", appauthor=False))
