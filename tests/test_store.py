@@ -24,6 +24,7 @@ from ejkernel import (
     flash_attention,
     kernel_registry,
 )
+from ejkernel.contracts.params import params_class
 from ejkernel.ops.config import autotune as tuner
 from ejkernel.ops.config import chain, store
 
@@ -414,7 +415,7 @@ def test_what_is_shipped_is_valid():
     for path in shipped:
         for row in json.loads(path.read_text())["entries"]:
             assert row["seconds"] > 0
-            store.params_class(row["direction"])(**row["params"])
+            params_class(row["direction"])(**row["params"])
 
 
 def test_autotune_takes_a_function():

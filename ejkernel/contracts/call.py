@@ -50,7 +50,6 @@ class Call:
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
     runs_on: str = ""
-    undemanding: frozenset[str] = frozenset()
 
     @property
     def algorithm(self) -> str:

@@ -124,6 +124,11 @@ class BwdParams(_Params):
         return cls(**{f.name: carry(f.name) for f in fields(cls) if f.name != "blocksize_heads"})
 
 
+def params_class(direction: str) -> type[FwdParams] | type[BwdParams]:
+    """What the parameters of a "forward" or a "backward" are."""
+    return FwdParams if direction == "forward" else BwdParams
+
+
 def _require(params: Any, cls: type, name: str) -> None:
     if not isinstance(params, cls):
         raise InvalidInputError(f"{name} is {params!r} ({type(params).__name__}); expected {cls.__name__}.")

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.support import EVERYTHING, Backend, Platform, Support, as_member
 from ejkernel.errors import InvalidInputError, UnsupportedError
 
 T = TypeVar("T")
+Params = TypeVar("Params", FwdParams, BwdParams)
 
 # Our own kernels register when their module is imported, and that waits until somebody asks for the operation.
 BUILTIN = {
@@ -77,15 +80,66 @@ class Implementation:
         """Whether JAX must differentiate the forward itself: there is no backward under the residual contract."""
         return self.plain or getattr(self.kernel, "backward", None) is None
 
-    def backward(self, wanted: frozenset[str]) -> Callable:
-        """The kernel's backward; one with a parameter ``wanted`` is told for which arguments, and may skip the others."""
-        backward = self.kernel.backward
-        if "wanted" in inspect.signature(backward).parameters:
-            return functools.partial(backward, wanted=wanted)
-        return backward
+    def reads(self, direction: str) -> frozenset[str] | None:
+        """The parameters that the kernel reads; None if it does not say."""
+        if self.plain:
+            argument = "fwd_params" if direction == "forward" else "bwd_params"
+            return None if argument in inspect.signature(self.kernel).parameters else frozenset()
+        if direction == "backward" and self.whole:
+            return frozenset()
+        declared = getattr(self.kernel, "reads", None)
+        return None if declared is None else frozenset(declared[direction])
+
+    def effective(
+        self, shapes: dict[str, Any], spec: Any, params: Params, device: DeviceInfo, direction: str
+    ) -> Params:
+        """The parameters that the kernel will use if it is given these."""
+        clip = getattr(self.kernel, "effective", None)
+        if clip is not None and shapes:
+            return clip(shapes, spec, params, device, direction)
+        reads = self.reads(direction)
+        if reads is None:
+            return params
+        return type(params)(**{name: value for name, value in params.to_dict().items() if name in reads})
 
     def __str__(self) -> str:
         return f"{self.platform.value} {self.backend.value}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation and how it will run; ``source`` is where the parameters came from."""
+
+    implementation: Implementation
+    params: FwdParams | BwdParams
+    source: str
+    device: DeviceInfo
+
+    @property
+    def platform(self) -> Platform:
+        """What the kernel is written in."""
+        return self.implementation.platform
+
+    @property
+    def backend(self) -> Backend:
+        """What the kernel runs on."""
+        return self.implementation.backend
+
+    def forward(self, arrays: dict[str, Any], spec: Any) -> tuple:
+        """Run the kernel's forward."""
+        run = self.implementation.kernel.forward
+        return run(arrays, spec, self.params, **_accepted(run, device=self.device))
+
+    def backward(self, wanted: frozenset[str], arrays: dict[str, Any], spec: Any, *rest: Any) -> dict[str, Any]:
+        """Run the kernel's backward; ``rest`` is the forward's pair and its cotangents."""
+        run = self.implementation.kernel.backward
+        return run(arrays, spec, self.params, *rest, **_accepted(run, wanted=wanted, device=self.device))
+
+
+def _accepted(function: Callable, **offered: Any) -> dict[str, Any]:
+    """What a function has a parameter for."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 class KernelRegistry:
@@ -226,6 +280,21 @@ class KernelRegistry:
         """The algorithm whose kernels an operation runs on: its own, for most."""
         operation = self.operation(algorithm)
         return (operation.runs_on if operation else "") or algorithm
+
+    def check_params(self, algorithm: str, params: FwdParams | BwdParams, asked: str) -> None:
+        """Refuse a parameter that no implementation of an algorithm reads; ``asked``: where it was set, for the error."""
+        direction = "forward" if isinstance(params, FwdParams) else "backward"
+        reads = [entry.reads(direction) for entry in self.list_implementations(algorithm)]
+        if None in reads:
+            return
+        known = sorted(frozenset().union(*reads))
+        for name, value in params.to_dict().items():
+            if name not in known:
+                expected = f"one of {', '.join(known)}" if known else "none: it has no parameters to set"
+                raise InvalidInputError(
+                    f"{asked} sets {name}={value}, which no implementation of {algorithm} reads in its {direction}; "
+                    f"expected {expected}."
+                )
 
     def operation(self, algorithm: str) -> Any:
         """The operation of that name, None for an algorithm that only users' kernels implement."""

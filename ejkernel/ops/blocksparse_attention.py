@@ -30,10 +30,8 @@ from ejkernel.ops.attention import (
     statistics_dtype,
     window_words,
 )
-from ejkernel.ops.core.checks import concrete, is_array
-from ejkernel.ops.core.operation import Operation
-
-AnyArray = Array | np.ndarray
+from ejkernel.ops.core.checks import concrete
+from ejkernel.ops.core.operation import AnyArray, Operation
 
 _check = AttentionChecker("blocksparse_attention")
 
@@ -91,11 +89,9 @@ def blocksparse_attention(
         >>> blocksparse_attention(x, x, x, patterns.local(1)(8, 8), block_size=32).shape
         (1, 256, 2, 8)
     """
+    arguments = locals()
     mask = _listed(query, key, value, sparsity_mask, block_size, causal, sliding_window)
-    return OPERATION(
-        (query, key, value, mask, softmax_aux, q_segment_ids, kv_segment_ids),
-        (block_size, causal, sliding_window, softmax_scale, logits_soft_cap, return_lse, platform, backend),
-    )
+    return OPERATION({**arguments, "sparsity_mask": mask})
 
 
 def _listed(query: Any, key: Any, value: Any, mask: Any, block_size: Any, causal: Any, sliding_window: Any) -> Any:
@@ -245,17 +241,6 @@ class BlockSparseAttention(Operation):
     """
 
     name = "blocksparse_attention"
-    arrays = ("query", "key", "value", "sparsity_mask", "softmax_aux", "q_segment_ids", "kv_segment_ids")
-    statics = (
-        "block_size",
-        "causal",
-        "sliding_window",
-        "softmax_scale",
-        "logits_soft_cap",
-        "return_lse",
-        "platform",
-        "backend",
-    )
     features: ClassVar[dict[str, str]] = {
         "causal": "causal masking, aligned bottom-right",
         "window": "a sliding window, bounded on one side or both",
@@ -309,7 +294,6 @@ class BlockSparseAttention(Operation):
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
         dtype = jnp.dtype(query.dtype).name
-        main = {name: value for name, value in a.items() if is_array(value)}
         return Call(
             operation=self.name,
             arguments=self.given(a),
@@ -330,7 +314,6 @@ class BlockSparseAttention(Operation):
                 ("window", window_words(spec.window)),
                 ("features", " ".join(sorted(features.keys() - {"lse"}))),
             ),
-            shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), main) if batch else {},
         )
 
     def prepare(self, arguments: dict[str, Any], spec: BlockSparseSpec) -> dict[str, Any]:

@@ -29,10 +29,8 @@ from ejkernel.ops.attention import (
     window_words,
 )
 from ejkernel.ops.core.checks import concrete, is_array
-from ejkernel.ops.core.operation import Operation
+from ejkernel.ops.core.operation import AnyArray, Operation
 from ejkernel.xla_utils import prepare_sequence_ids
-
-AnyArray = Array | np.ndarray
 
 _check = AttentionChecker("flash_attention")
 
@@ -98,33 +96,7 @@ def flash_attention(
         >>> flash_attention(x, x, x, causal=True, sliding_window=(1, 0)).shape
         (1, 4, 2, 8)
     """
-    return OPERATION(
-        (
-            query,
-            key,
-            value,
-            attention_mask,
-            bias,
-            _seed(dropout_seed),
-            cum_seqlens_q,
-            cum_seqlens_k,
-            softmax_aux,
-            q_segment_ids,
-            kv_segment_ids,
-        ),
-        (
-            causal,
-            softmax_scale,
-            dropout_prob,
-            fwd_params,
-            bwd_params,
-            sliding_window,
-            logits_soft_cap,
-            return_lse,
-            platform,
-            backend,
-        ),
-    )
+    return OPERATION({**locals(), "dropout_seed": _seed(dropout_seed)})
 
 
 def _seed(seed: Any) -> Any:
@@ -156,31 +128,6 @@ class FlashAttention(Operation):
     """
 
     name = "flash_attention"
-    arrays = (
-        "query",
-        "key",
-        "value",
-        "attention_mask",
-        "bias",
-        "dropout_seed",
-        "cum_seqlens_q",
-        "cum_seqlens_k",
-        "softmax_aux",
-        "q_segment_ids",
-        "kv_segment_ids",
-    )
-    statics = (
-        "causal",
-        "softmax_scale",
-        "dropout_prob",
-        "fwd_params",
-        "bwd_params",
-        "sliding_window",
-        "logits_soft_cap",
-        "return_lse",
-        "platform",
-        "backend",
-    )
     features: ClassVar[dict[str, str]] = {
         "causal": "causal masking, aligned bottom-right",
         "window": "a sliding window, bounded on one side or both",
@@ -240,7 +187,6 @@ class FlashAttention(Operation):
             "lse": (a["return_lse"], "return_lse"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
-        main = {name: value for name, value in a.items() if is_array(value)}
         return Call(
             operation=self.name,
             arguments=self.given(a),
@@ -259,7 +205,6 @@ class FlashAttention(Operation):
                 ("window", window_words(spec.window)),
                 ("features", " ".join(sorted(features.keys() - {"lse"}))),
             ),
-            shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), main) if batch else {},
             fwd_params=a["fwd_params"],
             bwd_params=a["bwd_params"],
         )

@@ -16,9 +16,7 @@ from jaxtyping import Float, Integer
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform
 from ejkernel.ops.core.checks import Checker, concrete, is_array
-from ejkernel.ops.core.operation import Operation
-
-AnyArray = Array | np.ndarray
+from ejkernel.ops.core.operation import AnyArray, Operation
 
 _check = Checker("grouped_matmul")
 
@@ -62,8 +60,9 @@ def grouped_matmul(
         >>> print(grouped_matmul(rows, experts, jnp.asarray([1, 3]))[:, 0])
         [ 2. 20. 20. 20.  0.]
     """
+    arguments = locals()
     operation = OPERATION if group_sizes is None else _RAGGED
-    return operation((a, b, group_sizes, group_offset), (transpose_b, preferred_element_type, platform, backend))
+    return operation(arguments)
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,6 @@ class GroupedMatmul(Operation):
     """
 
     name = "grouped_matmul"
-    arrays = ("a", "b", "group_sizes", "group_offset")
-    statics = ("transpose_b", "preferred_element_type", "platform", "backend")
     features: ClassVar[dict[str, str]] = {
         "ragged": "rows sorted by group (group_sizes)",
         "group_offset": "some of the groups alone (group_offset)",
@@ -110,10 +107,8 @@ class GroupedMatmul(Operation):
             "preferred_element_type": (spec.dtype != dtype, f"a result in {spec.dtype} of {dtype}"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
-        abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in a.items() if is_array(x)}
-        shapes = jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), abstract)
-        batch, groups = shapes["b"].shape[:2]
-        rows, inner = shapes["a"].shape[-2:]
+        batch, groups = (1, a["b"].shape[0]) if ragged else a["b"].shape[:2]
+        rows, inner = a["a"].shape[-2:]
         return Call(
             operation=self.name,
             arguments=self.given(a),
@@ -130,7 +125,6 @@ class GroupedMatmul(Operation):
                 ("m_len", _power_of_two(rows)),
                 ("features", " ".join(sorted(features.keys() - {"preferred_element_type"}))),
             ),
-            shapes=shapes,
         )
 
     def _check_operands(self, a: Any, b: Any, ragged: bool, transpose: bool) -> None:

@@ -16,9 +16,7 @@ from jaxtyping import Float, Integer, Shaped
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.ops.core.checks import Checker, concrete, is_array
-from ejkernel.ops.core.operation import Operation
-
-AnyArray = Array | np.ndarray
+from ejkernel.ops.core.operation import AnyArray, Operation
 
 _check = Checker("mean_pooling")
 
@@ -54,7 +52,7 @@ def mean_pooling(
          [0. ]
          [3. ]]
     """
-    return OPERATION((inputs, mask, cu_seqlens), (platform, backend))
+    return OPERATION(locals())
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,6 @@ class MeanPooling(Operation):
     """
 
     name = "mean_pooling"
-    arrays = ("inputs", "mask", "cu_seqlens")
-    statics = ("platform", "backend")
     features: ClassVar[dict[str, str]] = {
         "mask": "a mask of the tokens that count",
         "varlen": "packed sequences (cu_seqlens)",
@@ -100,7 +96,6 @@ class MeanPooling(Operation):
             self._check_mask(mask, inputs)
         used = {"mask": (mask is not None, "mask"), "varlen": (spec.packed, "cu_seqlens")}
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
-        given = {name: a[name] for name in self.arrays if a[name] is not None}
         dtype = jnp.dtype(inputs.dtype).name
         sequences = offsets.shape[0] - 1 if spec.packed else inputs.shape[0]
         return Call(
@@ -116,7 +111,6 @@ class MeanPooling(Operation):
                 ("features_len", _power_of_two(inputs.shape[-1])),
                 ("features", " ".join(sorted(features))),
             ),
-            shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), given),
         )
 
     def _check_mask(self, mask: Any, inputs: Any) -> None:

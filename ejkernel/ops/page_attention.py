@@ -21,9 +21,7 @@ from ejkernel.contracts.support import Backend, Platform
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.attention import AttentionChecker, joined_sinks, nbytes, power_of_two, statistics_dtype, window_words
 from ejkernel.ops.core.checks import concrete, is_array
-from ejkernel.ops.core.operation import Operation
-
-AnyArray = Array | np.ndarray
+from ejkernel.ops.core.operation import AnyArray, Operation
 
 # Cache dtypes that may stand beside a query of another dtype, and the feature each one asks of a kernel.
 NARROW_CACHES = {"int8": "int8_cache", "float8_e4m3fn": "fp8_cache", "float8_e5m2": "fp8_cache"}
@@ -86,19 +84,7 @@ def page_attention(
         >>> page_attention(jnp.ones((2, 4, 8)), cache, cache, jnp.array([40, 7]), tables).shape
         (2, 4, 8)
     """
-    return OPERATION(
-        (query, key_cache, value_cache, context_lens, block_tables, softmax_aux, _factor(k_scale), _factor(v_scale)),
-        (
-            softmax_scale,
-            block_size,
-            sliding_window,
-            logits_soft_cap,
-            num_splits,
-            return_lse,
-            platform,
-            backend,
-        ),
-    )
+    return OPERATION({**locals(), "k_scale": _factor(k_scale), "v_scale": _factor(v_scale)})
 
 
 def _factor(scale: Any) -> Any:
@@ -126,26 +112,6 @@ class PageAttention(Operation):
     """
 
     name = "page_attention"
-    arrays = (
-        "query",
-        "key_cache",
-        "value_cache",
-        "context_lens",
-        "block_tables",
-        "softmax_aux",
-        "k_scale",
-        "v_scale",
-    )
-    statics = (
-        "softmax_scale",
-        "block_size",
-        "sliding_window",
-        "logits_soft_cap",
-        "num_splits",
-        "return_lse",
-        "platform",
-        "backend",
-    )
     features: ClassVar[dict[str, str]] = {
         "window": "a sliding window; pages wholly outside of it are not read",
         "soft_cap": "soft-capped logits",
@@ -198,7 +164,6 @@ class PageAttention(Operation):
             "lse": (a["return_lse"], "return_lse"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
-        main = {name: value for name, value in a.items() if is_array(value)}
         splits = a["num_splits"]
         return Call(
             operation=self.name,
@@ -219,7 +184,6 @@ class PageAttention(Operation):
                 ("window", window_words((spec.left, 0))),
                 ("features", " ".join(sorted(features.keys() - {"lse"}))),
             ),
-            shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), main) if _has_work(a) else {},
             fwd_params=None if splits is None else FwdParams(num_key_splits=splits),
         )
 
@@ -339,7 +303,7 @@ class PageAttention(Operation):
         batch, heads, _ = spec
         return self.finish(arguments, PartitionSpec(batch, heads), PartitionSpec(batch, heads))
 
-    def run_backward(self, implementation: Any, wanted: frozenset[str], arrays: dict[str, Any], *rest: Any) -> dict:
+    def run_backward(self, chosen: Any, wanted: frozenset[str], arrays: dict[str, Any], *rest: Any) -> dict:
         """As the base class; a cache of 8 bits has no gradient worth its rounding."""
         for name in sorted(wanted & {"key_cache", "value_cache"}):
             dtype = jnp.dtype(arrays[name].dtype).name
@@ -348,7 +312,12 @@ class PageAttention(Operation):
                     f"page_attention: {name} is {dtype}; there is no gradient for a cache of 8 bits: differentiate with "
                     "respect to a cache of the query's dtype, or stop the gradient."
                 )
-        return super().run_backward(implementation, wanted, arrays, *rest)
+        return super().run_backward(chosen, wanted, arrays, *rest)
+
+    def differentiable(self, arguments: dict[str, Any]) -> frozenset[str]:
+        """As the base class, without caches of 8 bits."""
+        names = super().differentiable(arguments)
+        return frozenset(name for name in names if jnp.dtype(arguments[name].dtype).name not in NARROW_CACHES)
 
     def folds(self, names: frozenset[str]) -> bool:
         """A cache serves the whole batch, so one an example cannot be part of it."""

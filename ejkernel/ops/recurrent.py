@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,10 +17,7 @@ from jaxtyping import Float, Integer
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.ops.core.checks import Checker, concrete, is_array
-from ejkernel.ops.core.operation import Operation
-
-AnyArray = Array | np.ndarray
-State = Float[AnyArray, "batch hidden"] | Float[AnyArray, "2 batch hidden"]
+from ejkernel.ops.core.operation import AnyArray, Operation
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 MATRICES = ("weight_ih", "weight_hh")
@@ -31,8 +28,8 @@ _check = Checker("recurrent")
 
 def recurrent(
     inputs: Float[AnyArray, "batch seq_len features"],
-    hidden: State | tuple[State, State] | list[State] | None = None,
-    weights: Mapping[str, Any] | None = None,
+    hidden: Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]] | None = None,
+    weights: Mapping[str, AnyArray | None] | None = None,
     cell_type: str = "lstm",
     *,
     lengths: Integer[AnyArray, " batch"] | None = None,
@@ -73,10 +70,7 @@ def recurrent(
         >>> outputs.shape, h.shape, c.shape
         ((2, 7, 3), (2, 3), (2, 3))
     """
-    return OPERATION(
-        (inputs, hidden, weights, lengths),
-        (cell_type, bidirectional, reverse, activation, platform, backend),
-    )
+    return OPERATION(locals())
 
 
 @dataclass(frozen=True)
@@ -105,8 +99,6 @@ class Recurrent(Operation):
     """
 
     name = "recurrent"
-    arrays = ("inputs", "hidden", "weights", "lengths")
-    statics = ("cell_type", "bidirectional", "reverse", "activation", "platform", "backend")
     features: ClassVar[dict[str, str]] = {
         "lstm": "long short-term memory cells",
         "gru": "gated recurrent units",
@@ -145,7 +137,6 @@ class Recurrent(Operation):
             "activation": (spec.activation != "tanh", "activation"),
         }
         used_features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
-        given = {name: a[name] for name in self.arrays if a[name] is not None}
         dtype = jnp.dtype(a["inputs"].dtype).name
         return Call(
             operation=self.name,
@@ -161,7 +152,6 @@ class Recurrent(Operation):
                 ("seq_len", _power_of_two(seq_len)),
                 ("features", " ".join(sorted(used_features))),
             ),
-            shapes=jax.eval_shape(lambda arrays: self.prepare({**a, **arrays}, spec), given),
         )
 
     def _spec(self, a: dict[str, Any]) -> RecurrentSpec:

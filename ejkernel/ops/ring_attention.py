@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float, Integer
 
 from ejkernel.contracts.call import Call, Cost
-from ejkernel.contracts.registry import Implementation, kernel_registry
+from ejkernel.contracts.registry import Choice, kernel_registry
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.kernels._xla import ring_attention as kernel
 from ejkernel.kernels.common.varying import vary_over
@@ -29,10 +29,8 @@ from ejkernel.ops.attention import (
 )
 from ejkernel.ops.config import chain
 from ejkernel.ops.core.checks import Checker, is_array
-from ejkernel.ops.core.operation import Operation, types_of
+from ejkernel.ops.core.operation import AnyArray, Operation, types_of
 from ejkernel.ops.flash_attention import FlashSpec
-
-AnyArray = Array | np.ndarray
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -90,8 +88,9 @@ def ring_attention(
         >>> ring_attention(x, x, x, mesh=mesh).shape
         (1, 64, 2, 8)
     """
-    arrays = (query, key, value, softmax_aux, q_segment_ids, kv_segment_ids)
-    statics = (axis_name, causal, softmax_scale, sliding_window, logits_soft_cap, layout, platform, backend)
+    arguments = locals()
+    arrays = tuple(arguments[name] for name in OPERATION.arrays)
+    statics = tuple(arguments[name] for name in OPERATION.statics)
     statics = tuple(tuple(x) if isinstance(x, list) else x for x in statics)
     if mesh is not None:
         statics = OPERATION.check_whole(arrays, statics)
@@ -99,11 +98,11 @@ def ring_attention(
         # What a kernel is chosen by is part of the key, as it is of a call's own.
         circumstances = (types_of(statics), kernel_registry.generation, chain.environment())
         if AxisType.Explicit in mesh.axis_types:
-            axes = (None if name == "softmax_aux" else statics[0] for name in RingAttention.arrays)
+            axes = (None if name == "softmax_aux" else statics[0] for name in OPERATION.arrays)
             arrays = tuple(_placed(x, mesh, axis) for x, axis in zip(arrays, axes, strict=True))
         return _over_mesh(mesh, statics, tuple(x is not None for x in arrays), circumstances)(arrays)
     _axis_size(statics[0])
-    return OPERATION(arrays, statics)
+    return OPERATION.run(arrays, statics)
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,7 +113,7 @@ def _over_mesh(mesh: Any, statics: tuple, given: tuple[bool, ...], circumstances
     specs = (by_length, by_length, by_length, PartitionSpec(), by_length, by_length)
     specs = tuple(spec if there else None for spec, there in zip(specs, given, strict=True))
     names = {axis} if isinstance(axis, str) else set(axis)
-    operation = functools.partial(OPERATION, statics=statics)
+    operation = functools.partial(OPERATION.run, statics=statics)
 
     def run(arrays):
         mapped = functools.partial(jax.shard_map, operation, in_specs=(specs,), out_specs=by_length, axis_names=names)
@@ -249,17 +248,7 @@ class RingAttention(Operation):
 
     name = "ring_attention"
     runs_on = "flash_attention"
-    arrays = ("query", "key", "value", "softmax_aux", "q_segment_ids", "kv_segment_ids")
-    statics = (
-        "axis_name",
-        "causal",
-        "softmax_scale",
-        "sliding_window",
-        "logits_soft_cap",
-        "layout",
-        "platform",
-        "backend",
-    )
+    outside = frozenset({"mesh"})
     # What steps ask of a kernel.
     features: ClassVar[dict[str, str]] = {
         "causal": "a causal ring",
@@ -293,7 +282,7 @@ class RingAttention(Operation):
         """The checks of ``bind`` for arrays that are not spread yet; the statics, hashable."""
         self._check_arrays(arrays)
         statics = self._hashable(statics)
-        self.bound(dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True)))
+        self._bound(self._named(arrays, statics))
         return statics
 
     def bind(self, arguments: dict[str, Any]) -> Call:
@@ -337,7 +326,6 @@ class RingAttention(Operation):
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
         dtype = jnp.dtype(query.dtype).name
-        given = {name: x for name, x in a.items() if is_array(x)}
         return Call(
             operation=self.name,
             runs_on=self.runs_on,
@@ -357,12 +345,11 @@ class RingAttention(Operation):
                 ("window", window_words(spec.window)),
                 ("features", " ".join(sorted(features.keys() - {"lse", "cross"}))),
             ),
-            shapes=self._step_shapes(given, spec) if batch else {},
         )
 
-    def _step_shapes(self, arrays: dict[str, Any], spec: RingSpec) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of a step's arrays."""
-        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items() if name != "softmax_aux"}
+    def shapes(self, arrays: dict[str, Any], spec: RingSpec) -> dict[str, Any]:
+        """Of a step's arrays: the sinks join after the last one, and a window comes as intervals."""
+        shapes = super().shapes({name: x for name, x in arrays.items() if name != "softmax_aux"}, spec)
         if spec.sliding_window != (None, None):
             rows = jax.ShapeDtypeStruct((1, arrays["query"].shape[1]), jnp.int32)
             shapes |= {"kv_start": rows, "kv_stop": rows}
@@ -380,28 +367,22 @@ class RingAttention(Operation):
         axes = frozenset({spec.axis_name} if isinstance(spec.axis_name, str) else spec.axis_name)
         return {name: vary_over(array, axes) for name, array in arrays.items()}
 
-    def run_forward(self, implementation: Implementation, arrays: dict[str, Any], spec: RingSpec, params: Any) -> tuple:
+    def run_forward(self, chosen: Choice, arrays: dict[str, Any], spec: RingSpec) -> tuple:
         """Round the ring, with the implementation's forward at each step."""
 
         def step(arrays, causal):
-            return implementation.kernel.forward(arrays, spec.step(causal), params)
+            return chosen.forward(arrays, spec.step(causal))
 
         return kernel.forward(arrays, spec.ring(arrays["query"]), step)
 
     def run_backward(
-        self,
-        implementation: Implementation,
-        wanted: frozenset[str],
-        arrays: dict[str, Any],
-        spec: RingSpec,
-        params: Any,
-        *rest: Any,
+        self, chosen: Choice, wanted: frozenset[str], arrays: dict[str, Any], spec: RingSpec, *rest: Any
     ) -> dict[str, Any]:
         """Round the ring again, with the implementation's backward at each step."""
-        pull = implementation.backward(frozenset({"query", "key", "value"}))
+        of_a_step = frozenset({"query", "key", "value"})
 
         def pull_step(arrays, causal, *rest):
-            return pull(arrays, spec.step(causal), params, *rest)
+            return chosen.backward(of_a_step, arrays, spec.step(causal), *rest)
 
         return kernel.backward(arrays, spec.ring(arrays["query"]), pull_step, *rest)
 

@@ -193,6 +193,7 @@ def _forward_of_one(arrays: dict[str, Array], spec: Any) -> tuple[Array, Array]:
 class CudnnFlashAttention:
     """The implementation by NVIDIA's library."""
 
+    name = "flash-cudnn"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

@@ -338,6 +338,7 @@ def _too_old(device: DeviceInfo) -> str | None:
 class TritonFlashAttention:
     """The implementation for GPUs."""
 
+    name = "flash-triton"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

@@ -366,6 +366,7 @@ def _any(visible: Array, axis: int) -> Array:
 class XlaBlockSparseAttention:
     """The implementation for every device."""
 
+    name = "blocksparse-xla"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

@@ -207,6 +207,7 @@ def loop(steps: int, body, carry):
 class XlaFlashAttention:
     """The implementation for every device."""
 
+    name = "flash-xla"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

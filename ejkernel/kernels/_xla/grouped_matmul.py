@@ -254,6 +254,7 @@ def _loop(steps: Array, body: Callable, carry: Any) -> Any:
 class XlaGroupedMatmul:
     """The implementation for every device."""
 
+    name = "grouped-matmul-xla"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

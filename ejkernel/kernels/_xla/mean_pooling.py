@@ -126,6 +126,7 @@ def _zeros(inputs: Array, shape: tuple[int, ...]) -> Array:
 class XlaMeanPooling:
     """The implementation for every device."""
 
+    name = "mean-pooling-xla"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

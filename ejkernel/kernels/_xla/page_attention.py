@@ -464,6 +464,7 @@ def _dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
 class XlaPageAttention:
     """The implementation for every device."""
 
+    name = "page-xla"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

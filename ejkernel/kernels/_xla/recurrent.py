@@ -301,6 +301,7 @@ def _loop(steps: int, body, carry):
 class XlaRecurrent:
     """The implementation for every device."""
 
+    name = "recurrent-xla"
     version = 1
     forward = staticmethod(forward)
     backward = staticmethod(backward)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from ejkernel.contracts.call import Call
 from ejkernel.contracts.device import DeviceInfo, describe
 from ejkernel.contracts.params import BwdParams, FwdParams
-from ejkernel.contracts.registry import Implementation, kernel_registry
+from ejkernel.contracts.registry import Choice, Implementation, kernel_registry
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.config import chain
 from ejkernel.ops.config.context import surroundings, tuning
@@ -127,7 +127,7 @@ def _candidates(call: Call, device: DeviceInfo, entry: Implementation, direction
     defaults = chain.heuristic(call, device, entry, direction)
     space = getattr(entry.kernel, "space", None)
     proposed = space(call.shapes, call.spec, device, direction) if space else []
-    return list(dict.fromkeys([defaults, *proposed]))
+    return list(dict.fromkeys(chain.effective(call, device, entry, direction, x) for x in (defaults, *proposed)))
 
 
 def _compile_all(call, device, here, candidates, arrays, direction, progress) -> list[Callable[[], Callable]]:
@@ -168,12 +168,15 @@ def _work(
         own = {n: x for n, x in call.arguments.items() if any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))}
         return jax.jit(lambda own: operation.run_plain(entry, {**call.arguments, **own})), (operation.sample(own),)
     fwd_params = params if direction == "forward" else chain.heuristic(call, device, entry, "forward")
-    forward = jax.jit(lambda arrays: operation.run_forward(entry, arrays, call.spec, fwd_params))
+    fwd_params = chain.effective(call, device, entry, "forward", fwd_params)
+    first = Choice(entry, fwd_params, "autotune", device)
+    forward = jax.jit(lambda arrays: operation.run_forward(first, arrays, call.spec))
     if direction == "forward":
         return forward, (arrays,)
     residuals = jax.eval_shape(forward, arrays)
     wanted = frozenset(name for name in operation.gradients if name in arrays)
-    backward = jax.jit(lambda arrays, *rest: operation.run_backward(entry, wanted, arrays, call.spec, params, *rest))
+    second = Choice(entry, params, "autotune", device)
+    backward = jax.jit(lambda arrays, *rest: operation.run_backward(second, wanted, arrays, call.spec, *rest))
     return backward, (arrays, *residuals, *residuals)
 
 

@@ -13,11 +13,10 @@ from typing import Any
 from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.call import Call
 from ejkernel.contracts.device import DeviceInfo
-from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.params import BwdParams, FwdParams, params_class
 from ejkernel.contracts.registry import Implementation, kernel_registry
 from ejkernel.ops.config import store
 from ejkernel.ops.config.context import surroundings
-from ejkernel.ops.config.store import params_class
 from ejkernel.ops.utils.fingerprint import stable_json
 from ejkernel.utils.directories import cache_directory
 
@@ -46,18 +45,19 @@ def environment() -> tuple[str | None, ...]:
     return tuple(os.environ.get(name) for name in names)
 
 
-def _is_set(name: str) -> bool:
+def is_set(name: str) -> bool:
+    """Whether a variable of the environment asks for something."""
     return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def tuning_asked() -> bool:
     """Whether calls are to be measured: in a block of ``autotune``, or by ``EJKERNEL_AUTOTUNE``."""
-    return surroundings().tuning or _is_set("EJKERNEL_AUTOTUNE")
+    return surroundings().tuning or is_set("EJKERNEL_AUTOTUNE")
 
 
 def nondeterminism_allowed() -> bool:
     """Whether gradients may differ in their last bits from run to run: ``EJKERNEL_NONDETERMINISTIC``."""
-    return _is_set("EJKERNEL_NONDETERMINISTIC")
+    return is_set("EJKERNEL_NONDETERMINISTIC")
 
 
 def entry_key(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def heuristic(call: Call, device: DeviceInfo, entry: Implementation, direction: 
 def resolve(
     call: Call, device: DeviceInfo, entry: Implementation, direction: str, record: Record | None
 ) -> tuple[FwdParams | BwdParams, str]:
-    """The parameters to run with, and the first link of the chain that had a say."""
+    """The parameters that the kernel will use, and the link of the chain that set any of them last."""
     cls = params_class(direction)
     params, source = heuristic(call, device, entry, direction), "heuristic"
     similar = _similar(call, device, entry, direction) if record is None else None
@@ -155,7 +155,14 @@ def resolve(
     ):
         if layer is not None and (layer.to_dict() or link not in ("overlay", "argument")):
             params, source = cls.merge(params, layer), link
-    return params, source
+    return effective(call, device, entry, direction, params), source
+
+
+def effective(
+    call: Call, device: DeviceInfo, entry: Implementation, direction: str, params: FwdParams | BwdParams
+) -> FwdParams | BwdParams:
+    """The parameters that a kernel will use if it is given these."""
+    return entry.effective(call.shapes, call.spec, params, device, direction)
 
 
 def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> Record | None:

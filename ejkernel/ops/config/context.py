@@ -15,6 +15,7 @@ import jax
 
 from ejkernel.contracts import device as devices
 from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
 from ejkernel.errors import InvalidInputError
 
 
@@ -77,8 +78,6 @@ def overlay(**operations: Any) -> Iterator[None]:
         >>> with overlay(flash_attention=FwdParams(q_blocksize=64)):
         ...     pass  # calls of flash_attention in here use blocks of 64 queries
     """
-    from ejkernel.contracts.registry import kernel_registry
-
     known = kernel_registry.list_algorithms()
     added = []
     for name, given in operations.items():
@@ -92,6 +91,7 @@ def overlay(**operations: Any) -> Iterator[None]:
                     f"overlay({name}={params!r}): expected FwdParams, BwdParams or a pair of them, as in "
                     f"overlay({name}=FwdParams(q_blocksize=128))."
                 )
+            kernel_registry.check_params(name, params, f"overlay({name}={type(params).__name__}(…))")
             added.append((name, params))
     with _entered(overlays=(*surroundings().overlays, *added)):
         yield

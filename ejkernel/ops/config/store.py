@@ -16,7 +16,7 @@ from typing import Any
 
 import filelock
 
-from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.params import params_class
 from ejkernel.ops.utils.fingerprint import short_hash, stable_json
 from ejkernel.utils.directories import cache_directory
 
@@ -24,11 +24,6 @@ FORMAT = 1
 LOCK_SECONDS = 10.0
 
 _warned: set[str] = set()
-
-
-def params_class(direction: str) -> type[FwdParams] | type[BwdParams]:
-    """What the parameters of a forward or a backward are."""
-    return FwdParams if direction == "forward" else BwdParams
 
 
 def path_of(key: dict[str, Any]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.contracts import device as devices
@@ -13,7 +14,9 @@ from ejkernel.ops.core import select
 from ejkernel.ops.core.checks import is_concrete
 
 
-def explain(operation: Any, /, *args: Any, device: Any = None, **kwargs: Any) -> select.Explanation:
+def explain(
+    operation: Any, /, *args: Any, device: Any = None, gradients: bool | Iterable[str] = False, **kwargs: Any
+) -> select.Explanation:
     """What a call would run, and why not something else.
 
     Args:
@@ -21,6 +24,8 @@ def explain(operation: Any, /, *args: Any, device: Any = None, **kwargs: Any) ->
         *args: the call's arguments; arrays may be ``jax.ShapeDtypeStruct``s.
         device: a ``jax.Device``, a topology's device or a chip's name such as ``"nvidia-h200"``: what to decide for.
             Default: the one of ``ejkernel.target``, else the device of the arrays, else JAX's default.
+        gradients: the names of the arguments whose gradients are wanted, or True for all that have one: decide the
+            backward too, as ``.backward``.
         **kwargs: the call's keyword arguments.
 
     Example:
@@ -39,8 +44,25 @@ def explain(operation: Any, /, *args: Any, device: Any = None, **kwargs: Any) ->
         raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(known)}, or its name.")
     bound = found.signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    call, pins = found.bound(found.normalise(dict(bound.arguments)))
+    arguments = found.normalise(dict(bound.arguments))
+    call, pins = found.bound(arguments)
     if device is None:
         first = next(iter(bound.arguments.values()))
         device = surroundings().target or (next(iter(first.devices())) if is_concrete(first) else None)
-    return select.decide(call, devices.describe(device), pins)
+    info = devices.describe(device)
+    wanted = _wanted(found, arguments, gradients)
+    return select.decide_both(call, info, pins, wanted) if wanted else select.decide(call, info, pins)
+
+
+def _wanted(operation: Any, arguments: dict[str, Any], gradients: bool | Iterable[str]) -> frozenset[str]:
+    """The names of the gradients that are asked for, each of an argument that is there and can have one."""
+    able = operation.differentiable(arguments)
+    if isinstance(gradients, bool):
+        return able if gradients else frozenset()
+    names = {gradients} if isinstance(gradients, str) else set(gradients)
+    if names - able:
+        raise InvalidInputError(
+            f"explain: gradients is {gradients!r}; expected True, False or names out of {', '.join(sorted(able))}, the "
+            f"arguments of this call of {operation.name} that have gradients."
+        )
+    return frozenset(names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from ejkernel.contracts import device as devices
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.params import BwdParams, FwdParams
-from ejkernel.contracts.registry import Implementation, kernel_registry
+from ejkernel.contracts.registry import Choice, Implementation, kernel_registry
 from ejkernel.contracts.support import Backend, Platform, as_member
 from ejkernel.errors import InvalidInputError
 from ejkernel.kernels.common.varying import vary_over, varying_axes
@@ -29,6 +30,9 @@ from ejkernel.ops.core.checks import is_concrete, words
 
 CACHED_CALLS = 4096
 
+# An argument of an operation whose annotation names this may be traced.
+AnyArray = jax.Array | np.ndarray
+
 
 class Operation:
     """What an operation's file declares; see ``ejkernel.ops.flash_attention`` for one in full.
@@ -37,35 +41,40 @@ class Operation:
 
     Attributes:
         name: of the algorithm in the registry.
-        arrays: the arguments that may be traced, in the order in which ``__call__`` gets them.
-        statics: the others.
         features: every feature that an implementation may have, with a sentence for the docs.
         gradients: the arguments that can have gradients.
         shareable: the prepared arrays that may have a batch axis of size 1 beside a larger batch.
         runs_on: the operation whose kernels do the work, for one that has none of its own.
+        outside: arguments that the operation's function deals with itself.
         undemanding: features that ask no more of a kernel's registers and memory: parameters measured with and without
             them serve each other.
 
     A prepared array may be a tree of arrays; its name then stands for all of them.
+
+    The function's signature is the only list of arguments: those annotated with ``AnyArray`` may be traced (``arrays``), the
+    others are static (``statics``).
     """
 
     name: str
-    arrays: tuple[str, ...]
-    statics: tuple[str, ...]
     features: ClassVar[dict[str, str]]
     gradients: tuple[str, ...]
     shareable: frozenset[str] = frozenset()
+    undemanding: frozenset[str] = frozenset()
     runs_on: str = ""
+    outside: frozenset[str] = frozenset()
 
     def __init__(self, function: Callable):
         self.function = function
         signature = inspect.signature(function)
         self.defaults = {name: p.default for name, p in signature.parameters.items()}
         self.signature = signature
+        own = {name: p for name, p in signature.parameters.items() if name not in self.outside}
+        self.arrays = tuple(name for name, p in own.items() if "AnyArray" in str(p.annotation))
+        self.statics = tuple(name for name in own if name not in self.arrays)
         self._jitted: dict[Any, Callable] = {}
 
     def bind(self, arguments: dict[str, Any]) -> Call:
-        """Check every argument and say what is asked. Uses shapes and dtypes alone."""
+        """Check every argument and say what is asked, all but the kernels' shapes. Uses shapes and dtypes alone."""
         raise NotImplementedError
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +88,14 @@ class Operation:
         """The arrays as kernels get them: canonical shapes, a batch axis (whole, or of size 1) in front of each."""
         raise NotImplementedError
 
+    def shapes(self, arrays: dict[str, Any], spec: Any) -> dict[str, Any]:
+        """What a kernel's parameters are chosen by: the prepared arrays, abstract."""
+        return jax.tree.map(_abstract, arrays)
+
+    def differentiable(self, arguments: dict[str, Any]) -> frozenset[str]:
+        """The arguments of a call that have gradients."""
+        return frozenset(name for name in self.gradients if arguments[name] is not None)
+
     def empty(self, arguments: dict[str, Any]) -> Any:
         """The result if the call has no work at all, else None."""
 
@@ -90,21 +107,15 @@ class Operation:
         """Partition specs of the result, for a first array partitioned by ``spec``; used on explicit meshes alone."""
         raise NotImplementedError
 
-    def run_forward(self, implementation: Implementation, arrays: dict[str, Any], spec: Any, params: Any) -> tuple:
+    def run_forward(self, chosen: Choice, arrays: dict[str, Any], spec: Any) -> tuple:
         """The kernel's pair: the output and what the backward needs beside it. Each is a tree of arrays with a batch axis."""
-        return implementation.kernel.forward(arrays, spec, params)
+        return chosen.forward(arrays, spec)
 
     def run_backward(
-        self,
-        implementation: Implementation,
-        wanted: frozenset[str],
-        arrays: dict[str, Any],
-        spec: Any,
-        params: Any,
-        *rest: Any,
+        self, chosen: Choice, wanted: frozenset[str], arrays: dict[str, Any], spec: Any, *rest: Any
     ) -> dict[str, Any]:
         """The gradients by name, from the forward's pair and its cotangents."""
-        return implementation.backward(wanted)(arrays, spec, params, *rest)
+        return chosen.backward(wanted, arrays, spec, *rest)
 
     def folds(self, names: frozenset[str]) -> bool:
         """Whether a vmap folds into the batch axis when these arrays are vmapped, or have gradients; else it is a loop."""
@@ -118,8 +129,14 @@ class Operation:
         """Prepared arrays with plausible values, for timing."""
         raise NotImplementedError
 
-    def __call__(self, arrays: tuple, statics: tuple) -> Any:
-        """Run a call; ``arrays`` and ``statics`` in the order of the class attributes."""
+    def __call__(self, arguments: dict[str, Any]) -> Any:
+        """Run a call, given all arguments of the function by name."""
+        arrays = tuple([arguments[name] for name in self.arrays])
+        statics = tuple([arguments[name] for name in self.statics])
+        return self.run(arrays, statics)
+
+    def run(self, arrays: tuple, statics: tuple) -> Any:
+        """Run a call; ``arrays`` and ``statics`` in the order of the signature."""
         first = arrays[0]
         device = next(iter(first.devices())) if is_concrete(first) else None
         # JAX's rules for a custom gradient inside a jitted function write into it: threads that trace have one each.
@@ -128,15 +145,18 @@ class Operation:
         try:
             jitted = self._jitted.get(key)
         except TypeError:  # an unhashable static
-            return self(arrays, self._hashable(statics))
+            return self.run(arrays, self._hashable(statics))
         if jitted is None:
             jitted = self._jitted[key] = self._make(statics, device)
-        self.check_values(dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True)))
+        self.check_values(self._named(arrays, statics))
         try:
             return jitted(arrays)
         except TypeError:
             self._check_arrays(arrays)
             raise
+
+    def _named(self, arrays: tuple, statics: tuple) -> dict[str, Any]:
+        return dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True))
 
     def _make(self, statics: tuple, device: Any) -> Callable:
         if len(self._jitted) >= CACHED_CALLS:
@@ -161,8 +181,11 @@ class Operation:
     def _check_params(self, arguments: dict[str, Any]) -> None:
         for name, cls in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
             given = arguments.get(name)
-            if given is not None and not isinstance(given, cls):
+            if given is None:
+                continue
+            if not isinstance(given, cls):
                 raise InvalidInputError(f"{self.name}: {name} is {given!r}; expected {cls.__name__}(…) or None.")
+            kernel_registry.check_params(self.name, given, f"{self.name}: {name}")
 
     def _hashable(self, statics: tuple) -> tuple:
         arguments = self.normalise(dict(zip(self.statics, statics, strict=True)))
@@ -177,20 +200,20 @@ class Operation:
         return tuple(arguments.values())
 
     def _trace(self, arrays: tuple, statics: tuple, device: Any) -> Any:
-        arguments = dict(zip((*self.arrays, *self.statics), (*arrays, *statics), strict=True))
-        call, pins = self.bound(arguments)
-        decision = run.Decision(
-            self, call, devices.seen_from_here(surroundings().target or devices.describe(device)), pins
-        )
-        chosen = decision.choose()
+        arguments = self._named(arrays, statics)
+        call, pins = self._bound(arguments)
+        info = devices.seen_from_here(surroundings().target or devices.describe(device))
+        decision = run.Decision(self, call, info, pins)
         empty = self.empty(arguments)
         if empty is not None:
+            decision.choose()
             axes = varying_axes(*(x for x in jax.tree.leaves(arrays) if hasattr(x, "shape")))
             return jax.tree.map(lambda x: vary_over(x, axes), empty)
         traced = {name: x for name, x in zip(self.arrays, arrays, strict=True) if x is not None}
+        others = {name: x for name, x in arguments.items() if name not in traced}
 
         def execute(traced):
-            return run.execute(decision, chosen, {**arguments, **traced})
+            return run.execute(decision, others, traced)
 
         mesh = _explicit_mesh(arrays[0])
         if mesh is not None:
@@ -203,13 +226,27 @@ class Operation:
         return execute(traced)
 
     def bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
-        """The call and the implementation it is pinned to, from all arguments by name."""
+        """The call, with the kernels' shapes, and the implementation it is pinned to, from all arguments by name."""
+        call, pins = self._bound(arguments)
+        arrays = {name: arguments[name] for name in self.arrays if arguments[name] is not None}
+
+        def prepared(arrays):
+            everything = {**arguments, **arrays}
+            return None if self.empty(everything) is not None else self.prepare(everything, call.spec)
+
+        shapes = jax.eval_shape(prepared, arrays)
+        return replace(call, shapes={} if shapes is None else self.shapes(shapes, call.spec)), pins
+
+    def _bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
         pins = select.Pins(
             as_member(arguments["platform"], Platform, f"{self.name}: platform"),
             as_member(arguments["backend"], Backend, f"{self.name}: backend"),
         )
         self._check_params(arguments)
-        return self.bind(arguments), pins
+        call = self.bind(arguments)
+        # A call outlives its trace, so it must not hold tracers.
+        arguments = {name: jax.tree.map(_untraced, value) for name, value in call.arguments.items()}
+        return replace(call, arguments=arguments), pins
 
     def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
         """Call a function that has the operation's own signature with what the caller gave."""
@@ -228,6 +265,14 @@ class Operation:
             for name, default in self.defaults.items()
             if arguments.get(name) is not None and (hasattr(arguments[name], "shape") or arguments[name] != default)
         }
+
+
+def _abstract(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _untraced(value: Any) -> Any:
+    return _abstract(value) if isinstance(value, jax.core.Tracer) else value
 
 
 def types_of(statics: tuple) -> tuple:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.contracts.call import Call
 from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.registry import Choice
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.common.varying import vary_over, varying_axes
 from ejkernel.ops.core import select
@@ -32,66 +33,79 @@ def usual_promotion() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Decision:
-    """Everything that a choice depends on but the gradients, which JAX tells later."""
+    """Everything that a choice depends on but the gradients, which JAX tells later. Holds no tracers: it outlives a trace."""
 
     operation: Operation
     call: Call
     device: DeviceInfo
     pins: select.Pins
 
-    def choose(self, gradients: frozenset[str] = frozenset(), forward: select.Choice | None = None) -> select.Choice:
+    def choose(self, gradients: frozenset[str] = frozenset(), forward: Choice | None = None) -> Choice:
         """The implementation for a forward; for a backward if the forward's is given."""
         direction = "forward" if forward is None else "backward"
         return select.decide(self.call, self.device, self.pins, gradients, direction, forward).require()
 
+    def prepared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The kernels' arrays, all varying over the same axes of a mesh, as a custom gradient needs them."""
+        prepared = self.operation.prepare(arguments, self.call.spec)
+        axes = varying_axes(*jax.tree.leaves(prepared))
+        return jax.tree.map(lambda array: vary_over(array, axes), prepared)
 
-def execute(decision: Decision, chosen: select.Choice, arguments: dict[str, Any]) -> Any:
-    """Run a call with the chosen implementation, or with another one where that lacks a gradient that is wanted."""
-    operation, implementation = decision.operation, chosen.implementation
+
+def execute(decision: Decision, others: dict[str, Any], traced: dict[str, Any]) -> Any:
+    """Prepare the arrays, choose an implementation and run it; ``traced`` and ``others`` are the call's arguments."""
+    operation, arguments = decision.operation, {**others, **traced}
+    prepared = decision.prepared(arguments)
+    decision = replace(decision, call=replace(decision.call, shapes=operation.shapes(prepared, decision.call.spec)))
+    chosen = decision.choose()
+    implementation = chosen.implementation
     if not implementation.whole:
-        return operation.finish(arguments, *_run(decision, _prepare(decision, arguments)))
-    floats = {name: arguments[name] for name in operation.gradients if arguments[name] is not None}
+        return operation.finish(arguments, *_run(decision, chosen, prepared))
+    floats = {name: traced[name] for name in operation.gradients if name in traced}
     if all(name in implementation.support.gradients for name in floats):
-        return _run_whole(decision, chosen, arguments)
-    return _run_guarded(decision, chosen, arguments, floats)
+        return _run_whole(decision, chosen, arguments, prepared)
+    rest = {name: array for name, array in traced.items() if name not in floats}
+    return _run_guarded(decision, chosen, others, floats, rest)
 
 
-def _prepare(decision: Decision, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The kernels' arrays, all varying over the same axes of a mesh, as a custom gradient needs them."""
-    prepared = decision.operation.prepare(arguments, decision.call.spec)
-    axes = varying_axes(*jax.tree.leaves(prepared))
-    return jax.tree.map(lambda array: vary_over(array, axes), prepared)
-
-
-def _run_whole(decision: Decision, chosen: select.Choice, arguments: dict[str, Any]) -> Any:
+def _run_whole(
+    decision: Decision, chosen: Choice, arguments: dict[str, Any], prepared: dict[str, Any] | None = None
+) -> Any:
     """A plain function, or an object without a backward: JAX differentiates and vmaps it."""
     operation, implementation = decision.operation, chosen.implementation
     if implementation.plain:
         return operation.run_plain(implementation, operation.given(arguments))
-    result = operation.run_forward(implementation, _prepare(decision, arguments), decision.call.spec, chosen.params)
-    return operation.finish(arguments, *result)
+    prepared = decision.prepared(arguments) if prepared is None else prepared
+    return operation.finish(arguments, *operation.run_forward(chosen, prepared, decision.call.spec))
 
 
-def _run_guarded(decision: Decision, chosen: select.Choice, arguments: dict[str, Any], floats: dict[str, Any]) -> Any:
+def _run_guarded(
+    decision: Decision, chosen: Choice, others: dict[str, Any], floats: dict[str, Any], rest: dict[str, Any]
+) -> Any:
     """A whole implementation that lacks gradients makes way where one of those is wanted."""
-    others = {name: arguments[name] for name in decision.operation.arrays if name not in floats}
 
     @jax.custom_vjp
-    def run(floats, others):
-        return _run_whole(decision, chosen, {**arguments, **floats, **others})
+    def run(floats, rest):
+        return _run_whole(decision, chosen, {**others, **floats, **rest})
 
-    def forward(floats, others):
+    def forward(floats, rest):
         wanted = _perturbed(floats)
-        floats, others = _values(floats), _values(others)
+        floats, rest = _values(floats), _values(rest)
         able = decision.choose(wanted)
-        runner = _run_whole if able.implementation.whole else execute
-        return jax.vjp(lambda floats: runner(decision, able, {**arguments, **floats, **others}), floats)
+
+        def again(floats):
+            arguments = {**others, **floats, **rest}
+            if able.implementation.whole:
+                return _run_whole(decision, able, arguments)
+            return decision.operation.finish(arguments, *_run(decision, able, decision.prepared(arguments)))
+
+        return jax.vjp(again, floats)
 
     def backward(pull, cotangents):
         return *pull(jax.tree.map(_materialised, cotangents, is_leaf=_is_symbolic_zero)), None
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(floats, others)
+    return run(floats, rest)
 
 
 @jax.tree_util.register_static
@@ -99,24 +113,25 @@ def _run_guarded(decision: Decision, chosen: select.Choice, arguments: dict[str,
 class _Backward:
     """What the backward pass needs to know, beside arrays."""
 
-    chosen: select.Choice
+    chosen: Choice
     wanted: frozenset[str]
 
 
-def _run(decision: Decision, arrays: dict[str, Any]) -> tuple:
+def _run(decision: Decision, chosen: Choice, arrays: dict[str, Any]) -> tuple:
     """Forward and backward under the residual contract."""
     gradients = decision.operation.gradients
     differentiable = {name: array for name, array in arrays.items() if name in gradients}
     others = {name: array for name, array in arrays.items() if name not in gradients}
+    # JAX keeps the functions below for as long as what they are traced into: they close over names, never over arrays.
+    names = tuple(differentiable)
 
     @jax.custom_vjp
     def run(differentiable, others):
-        return _forward(decision, decision.choose(), {**differentiable, **others})
+        return _forward(decision, chosen, {**differentiable, **others})
 
     def forward(differentiable, others):
         wanted = _perturbed(differentiable)
         arrays = {**_values(differentiable), **_values(others)}
-        chosen = decision.choose(wanted)
         back = _Backward(decision.choose(wanted, forward=chosen), wanted)
         result = _once(decision, lambda arrays: _forward(decision, chosen, arrays))(arrays)
         return result, (arrays, result, back)
@@ -126,7 +141,7 @@ def _run(decision: Decision, arrays: dict[str, Any]) -> tuple:
         cotangents = jax.tree.map(_materialised, cotangents, result, is_leaf=_is_symbolic_zero)
         rest = (*result, *cotangents)
         grads = _once(decision, lambda arrays, rest: _backward(decision, back, arrays, rest))(arrays, rest)
-        return {name: grads.get(name) for name in differentiable}, None
+        return {name: grads.get(name) for name in names}, None
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(differentiable, others)
@@ -151,13 +166,13 @@ def _materialised(cotangent: Any, primal: Array | None = None) -> Array:
     return zeros if primal is None else vary_over(zeros, varying_axes(primal))
 
 
-def _forward(decision: Decision, chosen: select.Choice, arrays: dict[str, Any]) -> tuple:
+def _forward(decision: Decision, chosen: Choice, arrays: dict[str, Any]) -> tuple:
     operation = decision.operation
 
     @custom_vmap
     def forward(arrays):
         with usual_promotion():
-            return operation.run_forward(chosen.implementation, arrays, decision.call.spec, chosen.params)
+            return operation.run_forward(chosen, arrays, decision.call.spec)
 
     @forward.def_vmap
     def vmapped(axis_size, batched, arrays):
@@ -182,9 +197,7 @@ def _backward(decision: Decision, back: _Backward, arrays: dict[str, Any], rest:
     def backward(everything):
         arrays, rest = everything["arrays"], everything["rest"]
         with usual_promotion():
-            grads = operation.run_backward(
-                implementation, back.wanted, arrays, decision.call.spec, back.chosen.params, *rest
-            )
+            grads = operation.run_backward(back.chosen, back.wanted, arrays, decision.call.spec, *rest)
         missing = back.wanted - grads.keys()
         if missing:
             raise UnsupportedError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ejkernel.contracts.call import Call
 from ejkernel.contracts.device import DeviceInfo
-from ejkernel.contracts.params import BwdParams, FwdParams
-from ejkernel.contracts.registry import Implementation, kernel_registry, matches
+from ejkernel.contracts.params import BwdParams
+from ejkernel.contracts.registry import Choice, Implementation, kernel_registry, matches
 from ejkernel.contracts.support import Backend, Platform, Request
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.config import chain
@@ -38,8 +37,12 @@ class Pins:
 
 
 @dataclass(frozen=True)
-class _OfImplementation:
+class Candidate:
+    """One implementation, and what became of it: ``chosen``, ``slower`` or ``refused``."""
+
     implementation: Implementation
+    verdict: str
+    reasons: tuple[str, ...]
 
     @property
     def platform(self) -> Platform:
@@ -53,22 +56,6 @@ class _OfImplementation:
 
 
 @dataclass(frozen=True)
-class Choice(_OfImplementation):
-    """An implementation and how it will run."""
-
-    params: FwdParams | BwdParams
-    source: str
-
-
-@dataclass(frozen=True)
-class Candidate(_OfImplementation):
-    """One implementation, and what became of it: ``chosen``, ``slower`` or ``refused``."""
-
-    verdict: str
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Explanation:
     """What would run a call, and why; its text is a table with one implementation a row.
 
@@ -77,13 +64,17 @@ class Explanation:
         device: what it was decided for.
         chosen: the choice, None if every implementation is refused.
         candidates: every implementation.
+        gradients: what a backward was decided for; empty for a forward.
+        backward: the same for the backward of a forward, if that was asked for.
     """
 
-    call: Any
+    call: Call
     device: DeviceInfo
     pins: Pins
     chosen: Choice | None
     candidates: tuple[Candidate, ...]
+    gradients: frozenset[str] = frozenset()
+    backward: Explanation | None = None
 
     def require(self) -> Choice:
         """The choice, or the error that carries this table."""
@@ -108,7 +99,11 @@ class Explanation:
             "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
             for row in rows
         ]
-        return "\n".join([f"{self.call} on {self.device}", *lines])
+        title = (
+            f"gradients of {', '.join(sorted(self.gradients))}" if self.gradients else f"{self.call} on {self.device}"
+        )
+        table = "\n".join([title, *lines])
+        return table if self.backward is None else f"{table}\n{self.backward}"
 
 
 def decide(
@@ -155,11 +150,35 @@ def decide(
     else:
         entry = admissible[0]
         params, source = chain.resolve(call, device, entry, direction, records.get(entry))
-        chosen = Choice(entry, params, source)
+        chosen = Choice(entry, params, source, device)
     candidates = tuple(
         Candidate(entry, *_verdict(entry, chosen, refused, records)) for entry in [*admissible, *refused]
     )
-    return Explanation(call, device, pins, chosen, candidates)
+    return Explanation(call, device, pins, chosen, candidates, gradients if direction == "backward" else frozenset())
+
+
+def decide_both(call: Call, device: DeviceInfo, pins: Pins, gradients: frozenset[str]) -> Explanation:
+    """The decision for a forward whose result is differentiated, and in it the one for the backward."""
+    explanation = decide(call, device, pins, gradients)
+    forward = explanation.chosen
+    if forward is not None and forward.implementation.whole:
+        backward = _by_jax(explanation, gradients)
+    else:
+        backward = decide(call, device, pins, gradients, "backward", forward)
+    return replace(explanation, backward=backward)
+
+
+def _by_jax(explanation: Explanation, gradients: frozenset[str]) -> Explanation:
+    """The backward of an implementation that JAX differentiates as a whole: no other can take it."""
+    assert explanation.chosen is not None
+    chosen = replace(explanation.chosen, params=BwdParams())
+    reasons = {"chosen": "differentiated by JAX as a whole", "slower": "the forward is differentiated as a whole"}
+    verdicts = {"chosen": "chosen", "slower": "refused", "refused": "refused"}
+    candidates = tuple(
+        replace(c, verdict=verdicts[c.verdict], reasons=(reasons[c.verdict],) if c.verdict in reasons else c.reasons)
+        for c in explanation.candidates
+    )
+    return replace(explanation, chosen=chosen, candidates=candidates, gradients=gradients)
 
 
 def _unfit(entry: Implementation, call: Call, pins: Pins, gradients: frozenset[str], direction: str) -> list[str]:

@@ -146,6 +146,7 @@ def _wider(shapes: dict[str, Any]) -> int:
 class PallasFlashAttention:
     """The implementation for Hopper."""
 
+    name = "flash-sm90"
     version = 6
     forward = staticmethod(forward)
 
