@@ -17,7 +17,7 @@ from jaxtyping import Float, Integer
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.registry import Choice, kernel_registry
 from ejkernel.contracts.support import Backend, Platform
-from ejkernel.kernels._xla import ring_attention as kernel
+from ejkernel.kernels.common import ring as kernel
 from ejkernel.kernels.common.varying import vary_over
 from ejkernel.ops.attention import (
     AttentionChecker,
