@@ -24,6 +24,7 @@ from ejkernel.kernels._triton.flash_blocks import candidates, default, padded, w
 from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
 from ejkernel.kernels.common import dropout, visibility
 from ejkernel.kernels.common.intervals import intervals
+from ejkernel.utils.integers import power_of_two_below
 
 LOG2E = math.log2(math.e)
 LARGEST_HEAD_DIM = 256
@@ -325,7 +326,7 @@ def _unit(shape: tuple[int, ...]) -> int:
 
 def _block(size: int) -> int:
     """A tile's side is a power of two from 16 to 256."""
-    return min(256, max(16, 1 << (size.bit_length() - 1)))
+    return min(256, max(16, power_of_two_below(size)))
 
 
 def _too_old(device: DeviceInfo) -> str | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels.common import visibility
+from ejkernel.utils.integers import power_of_two
 
 # Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
 # (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one
@@ -122,7 +123,7 @@ def _generation(device: Any) -> str:
 
 def padded(dim: int) -> int:
     """A head dim as tiles have it."""
-    return max(16, 1 << (dim - 1).bit_length())
+    return max(16, power_of_two(dim))
 
 
 def widest(shapes: dict[str, Any]) -> int:
