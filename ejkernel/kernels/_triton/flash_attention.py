@@ -21,12 +21,11 @@ from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
 from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import candidates, default, padded, widest
-from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
 from ejkernel.kernels.common import dropout, visibility
 from ejkernel.kernels.common.intervals import intervals
+from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
 from ejkernel.utils.integers import power_of_two_below
 
-LOG2E = math.log2(math.e)
 LARGEST_HEAD_DIM = 256
 OLDEST = 80
 ALIGNED = 16

@@ -19,9 +19,10 @@ from jax import Array, lax
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.kernels._xla.flash_attention import LOGITS_PER_WIDE_STEP, dot, loop, sink_gradient, sum_last
+from ejkernel.kernels._xla.flash_attention import LOGITS_PER_WIDE_STEP, dot, loop, sum_last
 from ejkernel.kernels._xla.problem import add_block, heads_per_step, load, store
 from ejkernel.kernels.common.intervals import intervals
+from ejkernel.kernels.common.softmax import sink_gradient, softmax_slope
 from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # Keys loaded at once where the blocks are smaller: larger products run faster, smaller ones mask fewer.
@@ -310,8 +311,7 @@ def backward(
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     p = _Problem.make(arrays, spec, params)
     finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
-    # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
-    slope = sum_last(out.astype(p.acc) * dout.astype(p.acc)).swapaxes(1, 2) - dlse
+    slope = softmax_slope(out, dout, dlse, lambda products: sum_last(products).swapaxes(1, 2))
     # A row that sees nothing has no gradient, whatever its cotangents are.
     slope = jnp.where(lse == -jnp.inf, 0, slope)
 

@@ -21,6 +21,7 @@ from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.problem import BLOCK, Problem, add_block, flip, store
 from ejkernel.kernels.common import visibility
+from ejkernel.kernels.common.softmax import sink_gradient, softmax_slope
 
 # Logits held at once where a step is wide: on an accelerator, and over several devices, each of which holds a part.
 LOGITS_PER_WIDE_STEP = 2**25
@@ -95,8 +96,7 @@ def backward(
     ranges = visibility.query_ranges(*p.intervals, p.segments, p.kv_block, p.kv_len)
     plan = visibility.plan_walk(ranges, p.q_block, p.b, p.always_masked)
     finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
-    # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
-    slope = sum_last(out.astype(p.acc) * dout.astype(p.acc)).swapaxes(1, 2) - dlse
+    slope = softmax_slope(out, dout, dlse, lambda products: sum_last(products).swapaxes(1, 2))
     # A row that sees nothing has no gradient, whatever its cotangents are.
     slope = jnp.where(lse == -jnp.inf, 0, slope)
 
@@ -159,31 +159,6 @@ def backward(
     if "softmax_aux" in arrays:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return grads
-
-
-def softmax_residuals(arrays: dict[str, Array], out: Array, lse: Array, dout: Array, dlse: Array):
-    """What a backward needs of each row: its cotangent, its finite lse, the slope of its softmax; and the arrays.
-
-    The slope is what the softmax's normalisation and the lse's cotangent take off: d logits = weights (d weights - slope). A
-    row that sees nothing has no gradient, whatever its cotangents are; where data decides which rows those are, they are
-    zeros in what is returned, since they may hold NaN, and kernels sum over rows.
-    """
-    gone = lse == -jnp.inf
-    # Behind a barrier: XLA would put the sum into whatever packs it for a kernel. That cost 0.2 ms of 1.5 on an H200.
-    along = lax.optimization_barrier(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1))
-    slope = along.swapaxes(1, 2) - dlse
-    if "softmax_aux" not in arrays and visibility.BY_DATA & arrays.keys():
-        rows = gone.swapaxes(1, 2)[..., None]
-        arrays = {**arrays, "query": jnp.where(rows, 0, arrays["query"])}
-        dout = jnp.where(rows, 0, dout)
-    return dout, jnp.where(gone, 0, lse), jnp.where(gone, 0, slope), arrays
-
-
-def sink_gradient(sinks: Array, finite_lse: Array, slope: Array) -> Array:
-    """Of the sinks' log-sum-exp ``[B|1, H]``: what their share of each row's weight, ``[B, H, Sq]``, takes off."""
-    share = jnp.where(sinks[..., None] == -jnp.inf, 0, jnp.exp(sinks[..., None] - finite_lse))
-    dsinks = -(share * slope).sum(-1)
-    return dsinks if sinks.shape[0] > 1 else dsinks.sum(0, keepdims=True)
 
 
 def dot(a: Array, b: Array, contract_a: int, contract_b: int, dtype) -> Array:

@@ -26,6 +26,7 @@ from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.problem import load, store
+from ejkernel.kernels.common.softmax import sink_terms, softmax_slope, sum_shared
 from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # One sequence at a time: enough tokens a step to outweigh its overhead, few enough to stay in a CPU's caches. Pages are
@@ -416,8 +417,7 @@ def backward(
     rows = (p.batch, p.kv_heads, p.group)
     nothing = lse == -jnp.inf
     finite_lse = jnp.where(nothing, 0, lse).reshape(rows)
-    # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
-    slope = (out.astype(p.acc) * dout.astype(p.acc)).sum(-1) - dlse
+    slope = softmax_slope(out, dout, dlse, lambda products: products.sum(-1))
     slope = jnp.where(nothing, 0, slope).reshape(rows)
     dq, dv_scale, dk, dv = p.gradients(p.scaled_query(), p.by_head(dout), finite_lse, slope, wanted)
     grads: dict[str, Array] = {}
@@ -438,14 +438,13 @@ def backward(
     if "softmax_aux" in wanted:
         sinks = arrays["softmax_aux"]
         heads = sinks.reshape(-1, p.kv_heads, p.group)
-        share = jnp.where(heads == -jnp.inf, 0, jnp.exp(heads - finite_lse))
-        grads["softmax_aux"] = _like(sinks, -(share * slope).reshape(lse.shape))
+        grads["softmax_aux"] = _like(sinks, -sink_terms(heads, finite_lse, slope).reshape(lse.shape))
     return grads
 
 
 def _like(array: Array, gradient: Array) -> Array:
     """A gradient ``[B, …]`` summed over a batch that shares the array."""
-    return (gradient if array.shape[0] > 1 else gradient.sum(0, keepdims=True)).astype(array.dtype)
+    return sum_shared(array, gradient).astype(array.dtype)
 
 
 def _row(array: Array, index) -> Array:

@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels._xla.flash_attention import sink_gradient, sum_last
+from ejkernel.kernels._xla.flash_attention import sum_last
+from ejkernel.kernels.common.softmax import merge, merge_sinks, sink_gradient, softmax_slope
 from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 KEYS = ("key", "value", "kv_segment_ids")
@@ -132,16 +133,6 @@ def _own_part(ring: Ring) -> _Part:
     return _Part(intervals=ring.intervals(ring.source(0))) if ring.windowed else _Part(causal=ring.causal)
 
 
-def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
-    """Attention over the keys of both, from float32 ``out [B, S, H, Dv]`` and ``lse [B, H, S]``."""
-    top = jnp.maximum(lse, other_lse)
-    shift = jnp.where(top == -jnp.inf, 0, top)
-    weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
-    total = weight + other_weight
-    share = jnp.where(total == 0, 0, other_weight / total).swapaxes(1, 2)[..., None]
-    return out * (1 - share) + other * share, jnp.where(total == 0, -jnp.inf, shift + jnp.log(total))
-
-
 def _split(arrays: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
     """What stays and what goes round."""
     keys = {name: array for name, array in arrays.items() if name in KEYS}
@@ -180,9 +171,7 @@ def forward(arrays: dict[str, Array], ring: Ring, step: Callable) -> tuple[Array
         state = _at_step(ring, ring.last_step, add(keys), state)
     out, lse = state
     if sinks is not None:
-        with_sinks = jnp.logaddexp(lse, sinks[..., None].astype(lse.dtype))
-        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - with_sinks))
-        out, lse = out * share.swapaxes(1, 2)[..., None], with_sinks
+        out, lse = merge_sinks(out, lse, sinks)
     return out.astype(dtype), lse
 
 
@@ -237,7 +226,7 @@ def backward(
         grads = {**grads, **home}
     grads = {name: grads[name].astype(arrays[name].dtype) for name in names}
     if sinks is not None:
-        slope = sum_last(out.astype(acc) * whole_dout.astype(acc)).swapaxes(1, 2) - whole_dlse
+        slope = softmax_slope(out, whole_dout, whole_dlse, lambda products: sum_last(products).swapaxes(1, 2))
         grads["softmax_aux"] = sink_gradient(sinks, jnp.where(lse == -jnp.inf, 0, lse), slope)
     return grads
 
