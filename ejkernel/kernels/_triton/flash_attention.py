@@ -37,7 +37,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams) -> tuple[Arr
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
     from ejkernel.kernels._triton import flash_kernels
 
-    p = _Problem(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize)
+    p = FlashOperands(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize)
     sinks = arrays.get("softmax_aux", p.nothing)
     walks, full, partial = p.key_walks()
     batch, q_len, heads, _ = p.query.shape
@@ -134,7 +134,7 @@ def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset
         return {}
     from ejkernel.kernels._triton import flash_kernels
 
-    p = _Problem(arrays, spec, params.q_blocksize, params.kv_blocksize)
+    p = FlashOperands(arrays, spec, params.q_blocksize, params.kv_blocksize)
     walks, full, partial = p.query_walks()
     key = arrays["key"]
     shapes = {name: arrays[name].shape if name in wanted else (1,) for name in ("key", "value")}
@@ -155,7 +155,7 @@ def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset
 def _query_gradient(arrays, spec, params: BwdParams, residuals) -> Array:
     from ejkernel.kernels._triton import flash_kernels
 
-    p = _Problem(arrays, spec, params.blocksize_m or params.q_blocksize, params.blocksize_n or params.kv_blocksize)
+    p = FlashOperands(arrays, spec, params.blocksize_m or params.q_blocksize, params.blocksize_n or params.kv_blocksize)
     walks, full, partial = p.key_walks()
     batch, _, heads, _ = p.query.shape
     (dq,) = call(
@@ -170,7 +170,7 @@ def _query_gradient(arrays, spec, params: BwdParams, residuals) -> Array:
     return dq
 
 
-def _launch_of_queries(p: _Problem, params: BwdParams) -> dict[str, int]:
+def _launch_of_queries(p: FlashOperands, params: BwdParams) -> dict[str, int]:
     """Warps and stages of the kernel for a block of queries, from its blocks: ``params`` has those of a block of keys."""
     wide = max(padded(p.query.shape[3]), padded(p.value_dim)) > WIDEST_PAIR
     stages = (1 if p.bn >= 64 else 2) if wide else 3
@@ -183,7 +183,7 @@ def _bias_gradient(arrays, spec, residuals) -> Array:
 
     half = arrays["query"].dtype != jnp.float32
     sides = {64: (32, 64), 128: (32, 32), 256: (16, 32)} if half else {64: (32, 32), 128: (16, 32), 256: (16, 16)}
-    p = _Problem(arrays, spec, *sides[widest(arrays)])
+    p = FlashOperands(arrays, spec, *sides[widest(arrays)])
     bias = arrays["bias"]
     whole = (p.query.shape[0], p.query.shape[2], p.q_blocks, p.kv_blocks)
     own = [size if shared > 1 else 1 for size, shared in zip(whole, bias.shape, strict=True)]
@@ -201,7 +201,7 @@ def _bias_gradient(arrays, spec, residuals) -> Array:
     return dbias
 
 
-class _Problem:
+class FlashOperands:
     """One call's geometry, in the form in which the kernels take it."""
 
     def __init__(self, arrays: dict[str, Array], spec: Any, q_block: int | None, kv_block: int | None):

@@ -17,24 +17,25 @@ from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.bits import from_bits, to_bits
-from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.kernels.common.precision import accumulator_dtype
+from ejkernel.kernels.common.varying import full_beside, vary_over, varying_axes
 
 # Positions of a lane a step. More of them spill registers, fewer leave the loop's own cost to show (CPU, jax 0.10).
 UNROLL = 16
 # Rows a step, over all sequences of the batch.
-ROWS = 1024
+ROWS_PER_STEP = 1024
 
 
 def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, None]:
     """``[B, D]``, or packed ``[B, N, D]``."""
     inputs = arrays["inputs"]
-    rows = params.blocksize_m or ROWS
+    rows = params.blocksize_m or ROWS_PER_STEP
     if spec.packed:
         return _packed(inputs, arrays["cu_seqlens"], rows).astype(inputs.dtype), None
     mask, length = arrays.get("mask"), inputs.shape[1]
     if rows >= length:
         kept = inputs if mask is None else jnp.where(mask[..., None], inputs, 0)
-        total = kept.sum(1, dtype=_acc(inputs))
+        total = kept.sum(1, dtype=accumulator_dtype(inputs))
     else:
         start = jnp.zeros(inputs.shape[0], jnp.int32)
         total = _sum(inputs, start, start + length, rows, mask)
@@ -46,7 +47,7 @@ def backward(
 ) -> dict[str, Array]:
     """The inputs' gradient: a sequence's, divided by its count, at each token that counts, and 0 at the others."""
     inputs = arrays["inputs"]
-    dout = dout.astype(_acc(inputs))
+    dout = dout.astype(accumulator_dtype(inputs))
     if not spec.packed:
         mask = arrays.get("mask")
         share = to_bits((dout / _counts(inputs, mask)).astype(inputs.dtype))[:, None]
@@ -108,19 +109,14 @@ def _owners(offsets: Array, tokens: int) -> Array:
 
 def _counts(inputs: Array, mask: Array | None) -> Array:
     """What to divide by: ``[B, 1]``, at least 1."""
-    acc = _acc(inputs)
+    acc = accumulator_dtype(inputs)
     if mask is None:
         return jnp.full((1, 1), inputs.shape[1], acc)
     return jnp.maximum(mask.sum(1, dtype=jnp.int32), 1).astype(acc)[:, None]
 
 
-def _acc(inputs: Array) -> Any:
-    return jnp.float64 if inputs.dtype == jnp.float64 else jnp.float32
-
-
 def _zeros(inputs: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros that vary over the mesh axes the inputs vary over, as a loop's carry under ``shard_map`` must."""
-    return vary_over(jnp.zeros(shape, _acc(inputs)), varying_axes(inputs))
+    return full_beside(inputs, shape, 0, accumulator_dtype(inputs))
 
 
 class XlaMeanPooling:
@@ -138,7 +134,7 @@ class XlaMeanPooling:
         if direction == "backward":
             return BwdParams()
         if device.kind == "cpu" and device.shared_by == 1:
-            return FwdParams(blocksize_m=max(1, min(ROWS // max(1, batch), tokens // 2)))
+            return FwdParams(blocksize_m=max(1, min(ROWS_PER_STEP // max(1, batch), tokens // 2)))
         return FwdParams(blocksize_m=max(1, tokens))
 
     @staticmethod

@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels._xla.flash_attention import sum_last
+from ejkernel.kernels._xla.primitives import sum_last
+from ejkernel.kernels.common.precision import accumulator_dtype
 from ejkernel.kernels.common.softmax import merge, merge_sinks, sink_gradient, softmax_slope
-from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.kernels.common.varying import full_beside, vary_over
 
 KEYS = ("key", "value", "kv_segment_ids")
 
@@ -144,7 +145,7 @@ def forward(arrays: dict[str, Array], ring: Ring, step: Callable) -> tuple[Array
     arrays = {name: vary_over(array, _axes(ring)) for name, array in arrays.items()}
     sinks = arrays.pop("softmax_aux", None)
     queries, keys = _split(arrays)
-    dtype, acc = queries["query"].dtype, _accumulator(queries["query"])
+    dtype, acc = queries["query"].dtype, accumulator_dtype(queries["query"])
 
     def add(keys):
         def compute(part, carry):
@@ -182,7 +183,7 @@ def backward(
     arrays = {name: vary_over(array, _axes(ring)) for name, array in arrays.items()}
     sinks = arrays.pop("softmax_aux", None)
     queries, keys = _split(arrays)
-    acc = _accumulator(queries["query"])
+    acc = accumulator_dtype(queries["query"])
     if sinks is not None:
         # A row whose weight is all the sinks' sees nothing: its cotangents must not matter to queries and keys.
         nothing = lse == sinks[..., None].astype(lse.dtype)
@@ -205,7 +206,7 @@ def backward(
 
     sent = ring.hop(keys) if ring.last_step else None
     names = ("query", "key", "value")
-    zeros = {name: vary_over(jnp.zeros(arrays[name].shape, acc), varying_axes(arrays[name])) for name in names}
+    zeros = {name: full_beside(arrays[name], arrays[name].shape, 0, acc) for name in names}
     grads = add(keys)(_own_part(ring), zeros)
 
     def at_step(t, keys, grads):
@@ -238,7 +239,3 @@ def _replace(array: Array, where: slice, new: Array, axis: int) -> Array:
 
 def _axes(ring: Ring) -> frozenset[str]:
     return frozenset({ring.axis} if isinstance(ring.axis, str) else ring.axis)
-
-
-def _accumulator(query: Array):
-    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32

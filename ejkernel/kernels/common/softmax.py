@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels.common import visibility
+from ejkernel.kernels.common.precision import accumulator_dtype
 
 # Kernels with a hardware base-2 exponential keep logits and lse in units of log 2.
 LOG2E = math.log2(math.e)
@@ -22,7 +23,7 @@ def softmax_slope(out: Array, dout: Array, dlse: Array, row_sum: Callable[[Array
 
     ``row_sum`` sums over the last axis and brings the rows into the layout of ``dlse``.
     """
-    acc = jnp.float64 if out.dtype == jnp.float64 else jnp.float32
+    acc = accumulator_dtype(out)
     return row_sum(out.astype(acc) * dout.astype(acc)) - dlse
 
 
