@@ -11,7 +11,7 @@ step takes one query head. ``n`` is the number of (batch, key head) pairs a step
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -21,12 +21,14 @@ from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla import online_softmax
 from ejkernel.kernels._xla.primitives import add_block, dot, load, loop, store
-from ejkernel.kernels._xla.tiles import LOGITS_PER_WIDE_STEP, HeadTiles, any_visible, heads_per_step
+from ejkernel.kernels._xla.tiles import LOGITS_PER_WIDE_STEP, HeadTiles, any_visible, head_axes, heads_per_step
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import sink_gradient
 
 # Keys loaded at once where the blocks are smaller: larger products run faster, smaller ones mask fewer.
 KEYS_PER_STEP = 256
+
+READ = ("kv_blocksize", "blocksize_heads")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ListedTiles(HeadTiles):
             batch, 1 if own_heads else kv_heads, g * q_block * kv_block * together, params.blocksize_heads
         )
         b, h = (1 if own_batch else b), (1 if own_heads else h)
-        n = (b, h) if params.blocksize_heads and (b, h) == (batch, kv_heads) else (b * h,)
+        n = head_axes(b, h, batch, kv_heads, params.blocksize_heads)
         return cls(arrays, spec, n, b, h, g, q_block, kv_block, together)
 
     @property
@@ -284,6 +286,7 @@ class XlaBlockSparseAttention:
 
     name = "blocksparse-xla"
     version = 1
+    reads: ClassVar = {"forward": READ, "backward": READ}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -306,6 +309,12 @@ class XlaBlockSparseAttention:
         cls = FwdParams if direction == "forward" else BwdParams
         heads = XlaBlockSparseAttention.defaults(shapes, spec, device, direction).blocksize_heads
         return [cls(kv_blocksize=keys, blocksize_heads=heads) for keys in (128, 256, 512)]
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        p = ListedTiles.make(shapes, spec, params)
+        return type(params)(kv_blocksize=p.together * p.kv_block, blocksize_heads=p.blocksize_heads)
 
 
 kernel_registry.register(

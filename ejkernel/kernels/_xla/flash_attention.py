@@ -11,7 +11,7 @@ both take products that a CPU runs at full speed, and the backward transposes on
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -28,6 +28,8 @@ from ejkernel.kernels.common.softmax import sink_gradient
 
 # Queries (backward: keys) beside a whole window of keys (queries).
 NARROW = 128
+
+READ = ("q_blocksize", "kv_blocksize", "blocksize_heads")
 
 
 def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Array]:
@@ -160,6 +162,7 @@ class XlaFlashAttention:
 
     name = "flash-xla"
     version = 1
+    reads: ClassVar = {"forward": READ, "backward": READ}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -198,6 +201,12 @@ class XlaFlashAttention:
         sizes = ((128, 256, 512), (256, 512, 1024)) if device.kind == "cpu" else ((512, 1024, 2048), (512, 1024, 2048))
         tried = [(_even(q, q_len), _even(kv, kv_len)) for q in sizes[0] for kv in sizes[1]]
         return [cls(q_blocksize=q, kv_blocksize=kv, blocksize_heads=heads) for q, kv in tried]
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        p = FlashTiles.make(shapes, spec, params)
+        return type(params)(q_blocksize=p.q_block, kv_blocksize=p.kv_block, blocksize_heads=p.blocksize_heads)
 
 
 def _even(block: int, length: int) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.kernels._xla.primitives import add_block, load
-from ejkernel.kernels._xla.tiles import HeadTiles, any_visible, heads_per_step
+from ejkernel.kernels._xla.tiles import HeadTiles, any_visible, head_axes, heads_per_step
 from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common.intervals import intervals
 
@@ -27,7 +27,7 @@ class FlashTiles(HeadTiles):
         g = q_heads // kv_heads
         q_block, kv_block = min(params.q_blocksize or BLOCK, q_len), min(params.kv_blocksize or BLOCK, kv_len)
         b, h = heads_per_step(batch, kv_heads, g * q_block * kv_block, params.blocksize_heads)
-        n = (b, h) if params.blocksize_heads and (b, h) == (batch, kv_heads) else (b * h,)
+        n = head_axes(b, h, batch, kv_heads, params.blocksize_heads)
         return cls(arrays, spec, n, b, h, g, q_block, kv_block)
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,12 +29,19 @@ ROWS_PER_TILE = 256
 FEWEST, FEWEST_SUMMED = 16, 32
 
 
+def effective(shapes: dict[str, Any], params: FwdParams | BwdParams) -> FwdParams | BwdParams:
+    """The parameters as the kernel uses them: a tile has no more rows than there are; the batched form has no tiles."""
+    if "bounds" not in shapes:
+        return type(params)()
+    return type(params)(blocksize_m=max(1, min(params.blocksize_m or ROWS_PER_TILE, shapes["a"].shape[1])))
+
+
 def forward(arrays: dict[str, Array], spec: Any, params: FwdParams) -> tuple[Array, None]:
     """``out`` and nothing else: the gradients need the operands alone."""
     a, b = arrays["a"], arrays["b"]
     if "bounds" not in arrays:
         return _dot(a, b, -1, -1 if spec.transpose_b else -2, spec.accumulator).astype(spec.dtype), None
-    large = min(params.blocksize_m or ROWS_PER_TILE, a.shape[1])
+    large = effective(arrays, params).blocksize_m
     rows = _by_device(_rows, _rows_in_steps)
     out = rows(a[0], b[0], arrays["bounds"][0], spec.transpose_b, large, spec.accumulator, spec.dtype)
     return out[None], None
@@ -60,7 +67,7 @@ def backward(
         if "b" in wanted:
             grads["b"] = _dot(_transposed(left), right, -1, -2, spec.accumulator).astype(b.dtype)
         return grads
-    bounds, large = arrays["bounds"][0], min(params.blocksize_m or ROWS_PER_TILE, a.shape[1])
+    bounds, large = arrays["bounds"][0], effective(arrays, params).blocksize_m
     if "a" in wanted:
         rows = _by_device(_rows, _rows_in_steps)
         grads["a"] = rows(dout[0], b[0], bounds, not spec.transpose_b, large, spec.accumulator, a.dtype)[None]
@@ -252,6 +259,7 @@ class XlaGroupedMatmul:
 
     name = "grouped-matmul-xla"
     version = 1
+    reads: ClassVar = {"forward": ("blocksize_m",), "backward": ("blocksize_m",)}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -271,6 +279,11 @@ class XlaGroupedMatmul:
         """Tiles worth trying."""
         cls = FwdParams if direction == "forward" else BwdParams
         return [cls(blocksize_m=rows) for rows in (64, 128, 256, 512, 1024)] if "bounds" in shapes else []
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        return effective(shapes, params)
 
 
 kernel_registry.register(

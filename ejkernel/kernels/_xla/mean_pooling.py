@@ -7,7 +7,7 @@ meets no arithmetic. (As a reduction of a masked array, XLA's CPU code writes th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,22 @@ UNROLL = 16
 ROWS_PER_STEP = 1024
 
 
+def rows_per_step(shapes: dict[str, Any], spec: Any, params: FwdParams) -> int:
+    """Rows of each sequence a step: all of them, or whole lanes; of packed sequences not many more than they have."""
+    rows, tokens = params.blocksize_m or ROWS_PER_STEP, shapes["inputs"].shape[1]
+    if not spec.packed and rows >= tokens:
+        return max(1, tokens)
+    if spec.packed:
+        # So the work is that of the tokens, not of sequences times rows.
+        sequences = max(1, shapes["cu_seqlens"].shape[1] - 1)
+        rows = min(rows, max(1, tokens // sequences))
+    return rows if rows < UNROLL else rows // UNROLL * UNROLL
+
+
 def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, None]:
     """``[B, D]``, or packed ``[B, N, D]``."""
     inputs = arrays["inputs"]
-    rows = params.blocksize_m or ROWS_PER_STEP
+    rows = rows_per_step(arrays, spec, params)
     if spec.packed:
         return _packed(inputs, arrays["cu_seqlens"], rows).astype(inputs.dtype), None
     mask, length = arrays.get("mask"), inputs.shape[1]
@@ -63,10 +75,8 @@ def backward(
 
 def _packed(inputs: Array, offsets: Array, rows: int) -> Array:
     """``[B, N, D]``, a sequence at a time."""
-    batch, tokens, features = inputs.shape
+    batch, _, features = inputs.shape
     sequences = offsets.shape[1] - 1
-    # A step never takes many more rows than a sequence has: so the work is that of the tokens, not of sequences times rows.
-    rows = min(rows, max(1, tokens // sequences))
 
     def one(n, means):
         start, stop = (lax.dynamic_index_in_dim(offsets, n + i, axis=1, keepdims=False) for i in (0, 1))
@@ -124,6 +134,7 @@ class XlaMeanPooling:
 
     name = "mean-pooling-xla"
     version = 1
+    reads: ClassVar = {"forward": ("blocksize_m",), "backward": ()}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -144,6 +155,13 @@ class XlaMeanPooling:
             return []
         tokens = shapes["inputs"].shape[1]
         return [FwdParams(blocksize_m=rows) for rows in (64, 256, 1024, 4096) if rows < tokens]
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        if direction == "backward":
+            return BwdParams()
+        return FwdParams(blocksize_m=rows_per_step(shapes, spec, params))
 
 
 kernel_registry.register(

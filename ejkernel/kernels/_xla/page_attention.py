@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -30,15 +30,29 @@ HELD_ELSEWHERE = 2**21
 # A backward step's pages are compared with each other to find shared blocks: so many at most.
 COMPARED_PER_STEP = 64
 
+READ = ("q_blocksize", "kv_blocksize")
+
 
 def make_walk(arrays: dict[str, Array], spec: Any, params: Any) -> PageWalk:
     """The walk that the parameters ask for: more than one query a step is all of them."""
-    max_blocks, block_size = arrays["block_tables"].shape[1], arrays["key_cache"].shape[3]
-    n = max(1, min((params.kv_blocksize or TOKENS_PER_STEP) // block_size, max_blocks))
-    splits = min(getattr(params, "num_key_splits", None) or 1, max_blocks)
-    if (params.q_blocksize or 1) > 1:
-        return AllSequencesWalk(arrays, spec, splits, n)
-    return OneSequenceWalk(arrays, spec, splits, min(n, MOST_PAGES_PER_STEP))
+    params = effective(arrays, params)
+    walk = AllSequencesWalk if params.q_blocksize > 1 else OneSequenceWalk
+    splits = params.num_key_splits if isinstance(params, FwdParams) else 1
+    return walk(arrays, spec, splits, params.kv_blocksize // arrays["key_cache"].shape[3])
+
+
+def effective(shapes: dict[str, Any], params: FwdParams | BwdParams) -> FwdParams | BwdParams:
+    """The parameters as the kernel uses them: 1 or all queries a step, whole pages."""
+    max_blocks, block_size = max(1, shapes["block_tables"].shape[1]), shapes["key_cache"].shape[3]
+    every = (params.q_blocksize or 1) > 1
+    pages = max(1, min((params.kv_blocksize or TOKENS_PER_STEP) // block_size, max_blocks))
+    used = {
+        "q_blocksize": max(2, shapes["query"].shape[0]) if every else 1,
+        "kv_blocksize": block_size * (pages if every else min(pages, MOST_PAGES_PER_STEP)),
+    }
+    if isinstance(params, FwdParams):
+        used["num_key_splits"] = min(params.num_key_splits or 1, max_blocks)
+    return type(params)(**used)
 
 
 def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Array]:
@@ -101,6 +115,7 @@ class XlaPageAttention:
 
     name = "page-xla"
     version = 1
+    reads: ClassVar = {"forward": (*READ, "num_key_splits"), "backward": READ}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -126,6 +141,11 @@ class XlaPageAttention:
         block_size = shapes["key_cache"].shape[3]
         sizes = {max(block_size, first.kv_blocksize * times // 4) for times in (1, 2, 4, 8)}
         return [dataclasses.replace(first, kv_blocksize=size) for size in sorted(sizes)]
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        return effective(shapes, params)
 
 
 kernel_registry.register(

@@ -13,7 +13,7 @@ stays where it is. Dimension names: ``g`` is gates times hidden, ``h`` hidden. W
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -300,6 +300,7 @@ class XlaRecurrent:
 
     name = "recurrent-xla"
     version = 1
+    reads: ClassVar = {"forward": (), "backward": ()}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
