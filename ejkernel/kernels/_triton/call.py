@@ -6,8 +6,6 @@ that a GPU gets run under ``jax.jit`` on a CPU, one program after another. It kn
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import threading
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from jax import Array
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.support import is_present
 from ejkernel.kernels._triton import cache
+from ejkernel.kernels._triton.probe import results_argument
 from ejkernel.kernels.common.varying import vary_as
 
 
@@ -61,14 +60,6 @@ def call(
     return vary_as(list(results), *arrays)
 
 
-@functools.cache
-def _results_argument() -> str:
-    """What jax-triton calls the results' types: ``out_type`` from 0.4 on."""
-    import jax_triton
-
-    return "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
-
-
 def _on_gpu(kernel, arrays, scalars, outputs, launch: dict[str, Any], device: DeviceInfo | None) -> list[Array]:
     import jax_triton
 
@@ -81,7 +72,7 @@ def _on_gpu(kernel, arrays, scalars, outputs, launch: dict[str, Any], device: De
         kernel=kernel,
         compute_capability=capability,
         **launch,
-        **{_results_argument(): list(outputs)},
+        **{results_argument(): list(outputs)},
     )
 
 

@@ -19,6 +19,7 @@ from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
+from ejkernel.kernels._triton import probe
 from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import (
     READ_BACKWARD,
@@ -339,11 +340,11 @@ def _unit(shape: tuple[int, ...]) -> int:
     return ALIGNED if shape[3] % ALIGNED == 0 else 1
 
 
-def _too_old(device: DeviceInfo) -> str | None:
-    """Triton compiles for compute capability 8.0 and later; AMD's chips have none."""
+def refusal(device: DeviceInfo) -> str | None:
+    """Triton compiles for compute capability 8.0 and later (AMD's chips have none), if it is one that we know."""
     if device.vendor == "nvidia" and 0 < device.capability < OLDEST:
         return f"needs capability {OLDEST}, {device} has {device.capability}"
-    return None
+    return probe.refusal(device, interpreting())
 
 
 class TritonFlashAttention:
@@ -396,7 +397,7 @@ kernel_registry.register(
             "lse",
         },
         gradients={"query", "key", "value", "bias", "softmax_aux"},
-        check=_too_old,
+        check=refusal,
         requires=(("triton", "gpu"),) if interpreting() else (("triton", "gpu"), ("jax_triton", "gpu")),
     ),
     priority=-1 if interpreting() else 10,
