@@ -21,6 +21,7 @@ from tolerances import assert_close
 from ejkernel import BwdParams, FwdParams, Platform, UnsupportedError, explain, flash_attention, kernel_registry, target
 from ejkernel.contracts.device import describe
 from ejkernel.kernels._cudnn import flash_attention as cudnn
+from ejkernel.kernels._triton import probe
 from ejkernel.ops.config import chain
 from ejkernel.ops.core import select
 from ejkernel.ops.flash_attention import OPERATION
@@ -341,9 +342,13 @@ def test_a_changed_hook_is_a_reason(monkeypatch, how):
     else:
         del fake._dot_product_attention_fwd_p_wrapper
         expected = "has changed: .*_dot_product_attention_fwd_p_wrapper"
+    # Beside a Triton that cannot run, cuDNN is what runs; then XLA is.
+    monkeypatch.setattr(probe, "_changed_language", lambda: "taken away")
+    assert explain("flash_attention", *arrays(), device="nvidia-a100").chosen.platform is Platform.CUDNN
     monkeypatch.setattr(cudnn, "_hook", lambda: fake)
     cudnn.changes.cache_clear()
     try:
+        assert explain("flash_attention", *arrays(), device="nvidia-a100").chosen.platform is Platform.XLA
         (found,) = reasons(*arrays())
         assert re.search(
             rf"cuDNN's attention cannot be reached \(jax {re.escape(jax.__version__)}: .*{expected}", found

@@ -321,7 +321,7 @@ def test_chunks_of_the_backward(cell, rows, monkeypatch):
     arrays = arguments(cell, steps=10, both=True, hidden=True, lengths=[10, 5])
     rest = {"cell_type": cell, "bidirectional": True, "lengths": arrays.pop("lengths")}
     expected = with_gradients(lambda f: recurrent(**f, **rest), arrays)
-    monkeypatch.setattr(kernel, "ROWS", rows)
+    monkeypatch.setattr(kernel, "ROWS_PER_CHUNK", rows)
     ejkernel.kernel_registry.operation("recurrent")._jitted.clear()
     assert_same(with_gradients(lambda f: recurrent(**f, **rest), arrays), expected, 1e-5)
     ejkernel.kernel_registry.operation("recurrent")._jitted.clear()

@@ -26,7 +26,7 @@ from tolerances import assert_close
 from ejkernel import Platform, explain, flash_attention, target
 from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.device import describe
-from ejkernel.kernels._triton import cache
+from ejkernel.kernels._triton import cache, probe
 from ejkernel.kernels._triton import flash_attention as flash
 from ejkernel.kernels._triton.call import interpreting
 from ejkernel.ops.flash_attention import OPERATION
@@ -38,6 +38,80 @@ if interpreting():
 H200 = "nvidia-h200"
 # The default blocks were picked with this one; what another compiler spills is not ours to promise.
 PICKED_WITH = "3.6."
+
+
+# Another Triton, another jax-triton
+
+
+@pytest.fixture
+def probed_anew():
+    """What the installed packages were found to have is forgotten, before and after."""
+    probes = (probe._changed_language, probe._changed_call, probe._lowers)
+    for known in probes:
+        known.cache_clear()
+    yield
+    for known in probes:
+        known.cache_clear()
+
+
+def refusal_of_triton(device, dtype="bfloat16"):
+    """``(reasons, the platform that runs instead)`` of a plain call."""
+    x = jax.ShapeDtypeStruct((1, 64, 2, 64), dtype)
+    told = explain(flash_attention, x, x, x, device=device)
+    (own,) = (candidate for candidate in told.candidates if candidate.platform is Platform.TRITON)
+    return own.reasons if own.verdict == "refused" else (), told.chosen.platform
+
+
+def test_the_installed_packages_are_ones_that_we_know():
+    assert probe.refusal(describe(H200), interpreted=False) is None
+    assert {"dot", "load", "constexpr"} <= probe._names()
+
+
+@pytest.mark.parametrize("name", ["dot", "inline_asm_elementwise"])
+def test_a_triton_without_a_name_is_passed_over(monkeypatch, probed_anew, name):
+    monkeypatch.delattr(triton.language, name)
+    reason = f"Triton cannot be used (triton {triton.__version__} has no triton.language.{name})"
+    assert refusal_of_triton("nvidia-a100") == ((reason,), Platform.CUDNN)
+    assert refusal_of_triton("nvidia-a100", "float32") == ((reason,), Platform.XLA)
+
+
+def without_capability(*args, kernel, grid, num_warps, num_stages, out_shape):
+    """As ``triton_call``, of another version."""
+
+
+def without_results(*args, kernel, grid, num_warps, num_stages, compute_capability, shapes):
+    """As ``triton_call``, of another version."""
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (without_capability, "triton_call does not take compute_capability"),
+        (without_results, "triton_call does not take out_type or out_shape"),
+        (None, "AttributeError: .* has no attribute 'triton_call'"),
+    ],
+)
+def test_another_jax_triton_is_passed_over(monkeypatch, probed_anew, call, expected):
+    jax_triton = pytest.importorskip("jax_triton", reason="jax-triton is not installed")
+    if call is None:
+        monkeypatch.delattr(jax_triton, "triton_call")
+    else:
+        monkeypatch.setattr(jax_triton, "triton_call", call)
+    (reason,), chosen = refusal_of_triton("nvidia-a100")
+    assert re.search(rf"Triton cannot be used \(.*{expected}", reason)
+    assert chosen is Platform.CUDNN
+
+
+def test_a_plugin_without_triton_is_a_reason_on_a_device_of_this_process(monkeypatch, probed_anew):
+    monkeypatch.setattr(probe, "LOWERING", "json")
+    described = describe("nvidia-a100")
+    present = dataclasses.replace(described, fingerprint="gpu|nvidia-a100|here")
+    assert probe.refusal(described, interpreted=False) is None
+    expected = "JAX's plugin for nvidia GPUs has no Triton: json has no TritonKernel"
+    assert probe.refusal(present, interpreted=False) == expected
+    reasons, chosen = refusal_of_triton(present)
+    assert reasons == (expected,)
+    assert chosen is not Platform.TRITON
 
 
 # Compiled for the chips we know

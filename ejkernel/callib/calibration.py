@@ -15,6 +15,7 @@ import numpy as np
 from ejkernel.callib.chips import CHIPS, KIB, identify
 from ejkernel.callib.devices import compute_capability, resolve_device
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.integers import power_of_two
 
 __all__ = [
     "estimate_shared_memory_bytes",
@@ -163,7 +164,7 @@ def select_block_sizes(
     kind = _KIND_OF_PLATFORM.get(name)
     if kind is None:
         raise InvalidInputError(f"platform is {platform!r}; expected one of {', '.join(_KIND_OF_PLATFORM)}.")
-    enough = max(_DOT_SIDE, 1 << (seq_len - 1).bit_length())
+    enough = max(_DOT_SIDE, power_of_two(seq_len))
     q_block, kv_block = (min(side, enough) for side in _LARGEST_BLOCKS[kind])
     if kind != "gpu":
         return q_block, kv_block

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.utils.integers import power_of_two_below
 
 __all__ = ["BwdParams", "FwdParams"]
 
@@ -119,7 +120,7 @@ class BwdParams(_Params):
                 return value
             # A product past the largest float is no block either; 2**62 stands for it.
             scaled = max(int(min(value * scale, 2.0**62)), _SMALLEST_BLOCK)
-            return 1 << (scaled.bit_length() - 1)
+            return power_of_two_below(scaled)
 
         return cls(**{f.name: carry(f.name) for f in fields(cls) if f.name != "blocksize_heads"})
 

@@ -151,6 +151,7 @@ def run_gemm(a: Array, b: Array, block: tuple[int, int, int] | None, device: Dev
             constants=constants,
             num_warps=warps,
             num_stages=stages,
+            device=device,
         )
         return out
 
@@ -159,7 +160,6 @@ def run_gemm(a: Array, b: Array, block: tuple[int, int, int] | None, device: Dev
 
 def run_gemv(a: Array, x: Array, block: tuple[int, int] | None, device: DeviceInfo) -> Array:
     """``a @ x`` for sizes above 0. Where the rows are few, several programs share one's sum and XLA adds their parts up."""
-    del device
     m, k = a.shape
     bm, bk = block or _gemv_tile(m, k, a.dtype)
     blocks, steps = triton.cdiv(m, bm), triton.cdiv(k, bk)
@@ -177,6 +177,7 @@ def run_gemv(a: Array, x: Array, block: tuple[int, int] | None, device: DeviceIn
             constants=GemvConstants(bm, bk, _unit(k)),
             num_warps=4,
             num_stages=2,
+            device=device,
         )
         return jnp.sum(sums, 0).astype(a.dtype) if parts > 1 else sums[0]
 

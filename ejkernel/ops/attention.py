@@ -12,6 +12,7 @@ from jax import Array
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.core.checks import Checker
 from ejkernel.utils import log_sum_exp
+from ejkernel.utils.integers import power_of_two
 
 Window = tuple[int | None, int | None]
 
@@ -84,11 +85,6 @@ def effective_window(window: Window, causal: bool, longest: int) -> Window:
 def window_words(window: Window) -> str:
     """A window in a tuning bucket."""
     return ":".join("" if side is None else str(power_of_two(side + 1)) for side in window)
-
-
-def power_of_two(size: int) -> int:
-    """The power of two at or above."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def statistics_dtype(query: Any) -> Any:

@@ -25,13 +25,13 @@ from ejkernel.ops.attention import (
     effective_window,
     joined_sinks,
     nbytes,
-    power_of_two,
     segment_pair,
     statistics_dtype,
     window_words,
 )
 from ejkernel.ops.core.checks import concrete
 from ejkernel.ops.core.operation import AnyArray, Operation
+from ejkernel.utils.integers import power_of_two
 
 _check = AttentionChecker("blocksparse_attention")
 

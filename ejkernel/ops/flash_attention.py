@@ -22,7 +22,6 @@ from ejkernel.ops.attention import (
     effective_window,
     joined_sinks,
     nbytes,
-    power_of_two,
     segment_pair,
     statistics_dtype,
     visible_pairs,
@@ -30,6 +29,7 @@ from ejkernel.ops.attention import (
 )
 from ejkernel.ops.core.checks import concrete, is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
+from ejkernel.utils.integers import power_of_two
 from ejkernel.xla_utils import prepare_sequence_ids
 
 _check = AttentionChecker("flash_attention")

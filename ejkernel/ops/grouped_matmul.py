@@ -17,6 +17,7 @@ from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform
 from ejkernel.ops.core.checks import Checker, concrete, is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
+from ejkernel.utils.integers import power_of_two
 
 _check = Checker("grouped_matmul")
 
@@ -120,9 +121,9 @@ class GroupedMatmul(Operation):
                 ("result", spec.dtype.name),
                 ("k", inner),
                 ("n", self._shape(a)[-1]),
-                ("batch_len", _power_of_two(batch)),
-                ("groups_len", _power_of_two(groups)),
-                ("m_len", _power_of_two(rows)),
+                ("batch_len", power_of_two(batch)),
+                ("groups_len", power_of_two(groups)),
+                ("m_len", power_of_two(rows)),
                 ("features", " ".join(sorted(features.keys() - {"preferred_element_type"}))),
             ),
         )
@@ -295,11 +296,6 @@ def _clipped(x: Array, low: int, high: int) -> Array:
         x = x.astype(jnp.int32)
     unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger)
     return jnp.clip(x, max(low, 0) if unsigned else low, high).astype(jnp.int32)
-
-
-def _power_of_two(size: int) -> int:
-    """The power of two at or above."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 OPERATION = GroupedMatmul(grouped_matmul)

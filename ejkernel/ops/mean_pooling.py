@@ -17,6 +17,7 @@ from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.ops.core.checks import Checker, concrete, is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
+from ejkernel.utils.integers import power_of_two
 
 _check = Checker("mean_pooling")
 
@@ -106,9 +107,9 @@ class MeanPooling(Operation):
             features=features,
             bucket=(
                 ("dtype", dtype),
-                ("sequences", _power_of_two(sequences)),
-                ("seq_len", _power_of_two(inputs.shape[-2])),
-                ("features_len", _power_of_two(inputs.shape[-1])),
+                ("sequences", power_of_two(sequences)),
+                ("seq_len", power_of_two(inputs.shape[-2])),
+                ("features_len", power_of_two(inputs.shape[-1])),
                 ("features", " ".join(sorted(features))),
             ),
         )
@@ -186,11 +187,6 @@ class MeanPooling(Operation):
             return jax.random.normal(jax.random.key(0), like.shape, like.dtype)
 
         return {name: make(name, like) for name, like in shapes.items()}
-
-
-def _power_of_two(size: int) -> int:
-    """The power of two at or above."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 OPERATION = MeanPooling(mean_pooling)

@@ -18,6 +18,7 @@ from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.ops.core.checks import Checker, concrete, is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
+from ejkernel.utils.integers import power_of_two
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 MATRICES = ("weight_ih", "weight_hh")
@@ -148,8 +149,8 @@ class Recurrent(Operation):
                 ("dtype", dtype),
                 ("hidden_size", size),
                 ("input_size", features),
-                ("batch", _power_of_two(batch)),
-                ("seq_len", _power_of_two(seq_len)),
+                ("batch", power_of_two(batch)),
+                ("seq_len", power_of_two(seq_len)),
                 ("features", " ".join(sorted(used_features))),
             ),
         )
@@ -338,11 +339,6 @@ class Recurrent(Operation):
 def _state_dtype(dtype: Any) -> Any:
     """Of the state from step to step."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
-def _power_of_two(size: int) -> int:
-    """The power of two at or above."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 OPERATION = Recurrent(recurrent)

@@ -23,7 +23,6 @@ from ejkernel.ops.attention import (
     AttentionChecker,
     joined_sinks,
     nbytes,
-    power_of_two,
     segment_pair,
     window_words,
 )
@@ -31,6 +30,7 @@ from ejkernel.ops.config import chain
 from ejkernel.ops.core.checks import Checker, is_array
 from ejkernel.ops.core.operation import AnyArray, Operation, types_of
 from ejkernel.ops.flash_attention import FlashSpec
+from ejkernel.utils.integers import power_of_two
 
 LAYOUTS = ("contiguous", "zigzag")
 

@@ -6,8 +6,6 @@ that a GPU gets run under ``jax.jit`` on a CPU, one program after another. It kn
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import threading
 from collections.abc import Sequence
@@ -17,9 +15,11 @@ import jax
 import numpy as np
 from jax import Array
 
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.support import is_present
 from ejkernel.kernels._triton import cache
+from ejkernel.kernels._triton.probe import results_argument
 from ejkernel.kernels.common.varying import vary_as
-from ejkernel.ops.config.context import surroundings
 
 
 def interpreting() -> bool:
@@ -27,12 +27,12 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def on_nvidia() -> bool:
-    """Whether kernels are compiled for an NVIDIA GPU: the described one, else JAX's default backend tells."""
+def on_nvidia(device: DeviceInfo | None) -> bool:
+    """Whether kernels are compiled for an NVIDIA GPU; without a device, JAX's default backend tells."""
     if interpreting():
         return False
-    if described := surroundings().target:
-        return described.vendor == "nvidia"
+    if device is not None:
+        return device.vendor == "nvidia"
     return "rocm" not in str(jax.devices()[0].client.platform_version).lower()
 
 
@@ -46,37 +46,33 @@ def call(
     constants: Any,
     num_warps: int,
     num_stages: int,
+    device: DeviceInfo | None = None,
 ) -> list[Array]:
-    """Run ``programs`` instances of a kernel whose parameters are the arrays, the scalars, the outputs and ``C``."""
-    run = _interpreted if interpreting() else _on_gpu
-    results = run(kernel, arrays, tuple(scalars), tuple(outputs), programs, constants, num_warps, num_stages)
+    """Run ``programs`` instances of a kernel whose parameters are the arrays, the scalars, the outputs and ``C``.
+
+    The kernel is compiled for ``device`` if that is a described one, else for the GPU of this process.
+    """
+    if interpreting():
+        results = _interpreted(kernel, arrays, tuple(scalars), tuple(outputs), programs, constants)
+    else:
+        launch = {"grid": (programs,), "num_warps": num_warps, "num_stages": num_stages, "C": constants}
+        results = _on_gpu(kernel, arrays, scalars, outputs, launch, device)
     return vary_as(list(results), *arrays)
 
 
-@functools.cache
-def _results_argument() -> str:
-    """What jax-triton calls the results' types: ``out_type`` from 0.4 on."""
-    import jax_triton
-
-    return "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
-
-
-def _on_gpu(kernel, arrays, scalars, outputs, programs, constants, num_warps, num_stages) -> list[Array]:
+def _on_gpu(kernel, arrays, scalars, outputs, launch: dict[str, Any], device: DeviceInfo | None) -> list[Array]:
     import jax_triton
 
     cache.install()
-    described = surroundings().target
+    # None: that of the GPU that is here.
+    capability = None if device is None or is_present(device) else device.capability or None
     return jax_triton.triton_call(
         *arrays,
         *scalars,
         kernel=kernel,
-        grid=(programs,),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        # None: that of the GPU that is here.
-        compute_capability=(described.capability or None) if described else None,
-        C=constants,
-        **{_results_argument(): list(outputs)},
+        compute_capability=capability,
+        **launch,
+        **{results_argument(): list(outputs)},
     )
 
 
@@ -84,9 +80,7 @@ def _on_gpu(kernel, arrays, scalars, outputs, programs, constants, num_warps, nu
 _interpreter = threading.Lock()
 
 
-def _interpreted(kernel, arrays, scalars, outputs, programs, constants, num_warps, num_stages) -> list[Array]:
-    del num_warps, num_stages
-
+def _interpreted(kernel, arrays, scalars, outputs, programs, constants) -> list[Array]:
     def run(*arrays):
         # Poison: what a kernel does not write is seen.
         results = [_poisoned(like) for like in outputs]

@@ -9,7 +9,7 @@ gives the same bits; a bias that wants a gradient takes a third.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,21 @@ from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
+from ejkernel.kernels._triton import probe
 from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
-from ejkernel.kernels._triton.flash_blocks import candidates, default, padded, widest
-from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
+from ejkernel.kernels._triton.flash_blocks import (
+    READ_BACKWARD,
+    READ_FORWARD,
+    candidates,
+    default,
+    effective,
+    padded,
+    widest,
+)
 from ejkernel.kernels.common import dropout, visibility
 from ejkernel.kernels.common.intervals import intervals
+from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
 
-LOG2E = math.log2(math.e)
 LARGEST_HEAD_DIM = 256
 OLDEST = 80
 ALIGNED = 16
@@ -33,11 +41,14 @@ ALIGNED = 16
 WIDEST_PAIR = 128
 
 
-def forward(arrays: dict[str, Array], spec: Any, params: FwdParams) -> tuple[Array, Array]:
+def forward(
+    arrays: dict[str, Array], spec: Any, params: FwdParams, *, device: DeviceInfo | None = None
+) -> tuple[Array, Array]:
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
     from ejkernel.kernels._triton import flash_kernels
 
-    p = _Problem(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize)
+    params = effective(params, device)
+    p = FlashOperands(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize, device)
     sinks = arrays.get("softmax_aux", p.nothing)
     walks, full, partial = p.key_walks()
     batch, q_len, heads, _ = p.query.shape
@@ -52,8 +63,9 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams) -> tuple[Arr
         outputs,
         programs=p.q_blocks * heads * batch,
         constants=p.constants(full, partial),
-        num_warps=params.num_warps or 4,
-        num_stages=params.num_stages or 2,
+        num_warps=params.num_warps,
+        num_stages=params.num_stages,
+        device=device,
     )
     return out, lse
 
@@ -67,16 +79,18 @@ def backward(
     dout: Array,
     dlse: Array,
     wanted: frozenset[str],
+    device: DeviceInfo | None = None,
 ) -> dict[str, Array]:
     """The wanted gradients, from the residuals ``(out, lse)``."""
+    params = effective(params, device)
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays = _without_unseen(arrays, spec)
     residuals = [dout, finite_lse * LOG2E, slope]
-    grads = _key_gradients(arrays, spec, params, residuals, wanted & {"key", "value"})
+    grads = _key_gradients(arrays, spec, params, residuals, wanted & {"key", "value"}, device)
     if "query" in wanted:
-        grads["query"] = _query_gradient(arrays, spec, params, residuals)
+        grads["query"] = _query_gradient(arrays, spec, params, residuals, device)
     if "bias" in wanted:
-        grads["bias"] = _bias_gradient(arrays, spec, residuals)
+        grads["bias"] = _bias_gradient(arrays, spec, residuals, device)
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return grads
@@ -122,19 +136,19 @@ def _seen_keys(arrays: dict[str, Array], spec: Any) -> Array:
     return seen.swapaxes(1, 2)
 
 
-def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset[str]) -> dict[str, Array]:
+def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset[str], device) -> dict[str, Array]:
     """Both in one pass over the queries, unless the accumulators of both are too wide for the registers."""
     if len(wanted) == 2 and max(padded(arrays[name].shape[3]) for name in wanted) > WIDEST_PAIR:
         return {
             name: gradient
             for one in sorted(wanted)
-            for name, gradient in _key_gradients(arrays, spec, params, residuals, frozenset({one})).items()
+            for name, gradient in _key_gradients(arrays, spec, params, residuals, frozenset({one}), device).items()
         }
     if not wanted:
         return {}
     from ejkernel.kernels._triton import flash_kernels
 
-    p = _Problem(arrays, spec, params.q_blocksize, params.kv_blocksize)
+    p = FlashOperands(arrays, spec, params.q_blocksize, params.kv_blocksize, device)
     walks, full, partial = p.query_walks()
     key = arrays["key"]
     shapes = {name: arrays[name].shape if name in wanted else (1,) for name in ("key", "value")}
@@ -145,17 +159,18 @@ def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset
         [jax.ShapeDtypeStruct(shape, key.dtype) for shape in shapes.values()],
         programs=p.kv_blocks * key.shape[2] * key.shape[0],
         constants=p.constants(full, partial, dk="key" in wanted, dv="value" in wanted),
-        num_warps=params.num_warps or 4,
+        num_warps=params.num_warps,
         # Without the keys' gradient the values stay out of shared memory, which leaves room for a stage.
-        num_stages=(params.num_stages or 2) + ("key" not in wanted),
+        num_stages=params.num_stages + ("key" not in wanted),
+        device=device,
     )
     return {name: gradient for name, gradient in zip(shapes, gradients, strict=True) if name in wanted}
 
 
-def _query_gradient(arrays, spec, params: BwdParams, residuals) -> Array:
+def _query_gradient(arrays, spec, params: BwdParams, residuals, device) -> Array:
     from ejkernel.kernels._triton import flash_kernels
 
-    p = _Problem(arrays, spec, params.blocksize_m or params.q_blocksize, params.blocksize_n or params.kv_blocksize)
+    p = FlashOperands(arrays, spec, params.blocksize_m, params.blocksize_n, device)
     walks, full, partial = p.key_walks()
     batch, _, heads, _ = p.query.shape
     (dq,) = call(
@@ -166,24 +181,25 @@ def _query_gradient(arrays, spec, params: BwdParams, residuals) -> Array:
         programs=p.q_blocks * heads * batch,
         constants=p.constants(full, partial),
         **_launch_of_queries(p, params),
+        device=device,
     )
     return dq
 
 
-def _launch_of_queries(p: _Problem, params: BwdParams) -> dict[str, int]:
+def _launch_of_queries(p: FlashOperands, params: BwdParams) -> dict[str, int]:
     """Warps and stages of the kernel for a block of queries, from its blocks: ``params`` has those of a block of keys."""
     wide = max(padded(p.query.shape[3]), padded(p.value_dim)) > WIDEST_PAIR
     stages = (1 if p.bn >= 64 else 2) if wide else 3
     warps = 8 if p.bm >= 128 and p.query.shape[3] > 64 else 4
-    return {"num_warps": warps, "num_stages": min(stages, (params.num_stages or 2) + 1)}
+    return {"num_warps": warps, "num_stages": min(stages, params.num_stages + 1)}
 
 
-def _bias_gradient(arrays, spec, residuals) -> Array:
+def _bias_gradient(arrays, spec, residuals, device) -> Array:
     from ejkernel.kernels._triton import flash_kernels
 
     half = arrays["query"].dtype != jnp.float32
     sides = {64: (32, 64), 128: (32, 32), 256: (16, 32)} if half else {64: (32, 32), 128: (16, 32), 256: (16, 16)}
-    p = _Problem(arrays, spec, *sides[widest(arrays)])
+    p = FlashOperands(arrays, spec, *sides[widest(arrays)], device)
     bias = arrays["bias"]
     whole = (p.query.shape[0], p.query.shape[2], p.q_blocks, p.kv_blocks)
     own = [size if shared > 1 else 1 for size, shared in zip(whole, bias.shape, strict=True)]
@@ -197,19 +213,20 @@ def _bias_gradient(arrays, spec, residuals) -> Array:
         constants=p.constants(False, True),
         num_warps=8,
         num_stages=1,
+        device=device,
     )
     return dbias
 
 
-class _Problem:
+class FlashOperands:
     """One call's geometry, in the form in which the kernels take it."""
 
-    def __init__(self, arrays: dict[str, Array], spec: Any, q_block: int | None, kv_block: int | None):
-        self.arrays, self.spec = arrays, spec
+    def __init__(self, arrays: dict[str, Array], spec: Any, q_block: int, kv_block: int, device: DeviceInfo | None):
+        self.arrays, self.spec, self.device = arrays, spec, device
         self.query = arrays["query"]
         self.q_len, self.kv_len = self.query.shape[1], arrays["key"].shape[1]
         self.value_dim = arrays["value"].shape[3]
-        self.bm, self.bn = _block(q_block or 64), _block(kv_block or 64)
+        self.bm, self.bn = q_block, kv_block
         self.q_blocks, self.kv_blocks = -(-self.q_len // self.bm), -(-self.kv_len // self.bn)
 
     @property
@@ -313,7 +330,7 @@ class _Problem:
             full=full,
             partial=partial,
             precision="ieee" if self.query.dtype == jnp.float32 else "tf32",
-            fast_tanh=spec.logits_soft_cap is not None and self.query.dtype != jnp.float32 and on_nvidia(),
+            fast_tanh=spec.logits_soft_cap is not None and self.query.dtype != jnp.float32 and on_nvidia(self.device),
             **more,
         )
 
@@ -323,16 +340,11 @@ def _unit(shape: tuple[int, ...]) -> int:
     return ALIGNED if shape[3] % ALIGNED == 0 else 1
 
 
-def _block(size: int) -> int:
-    """A tile's side is a power of two from 16 to 256."""
-    return min(256, max(16, 1 << (size.bit_length() - 1)))
-
-
-def _too_old(device: DeviceInfo) -> str | None:
-    """Triton compiles for compute capability 8.0 and later; AMD's chips have none."""
+def refusal(device: DeviceInfo) -> str | None:
+    """Triton compiles for compute capability 8.0 and later (AMD's chips have none), if it is one that we know."""
     if device.vendor == "nvidia" and 0 < device.capability < OLDEST:
         return f"needs capability {OLDEST}, {device} has {device.capability}"
-    return None
+    return probe.refusal(device, interpreting())
 
 
 class TritonFlashAttention:
@@ -340,6 +352,7 @@ class TritonFlashAttention:
 
     name = "flash-triton"
     version = 1
+    reads: ClassVar = {"forward": READ_FORWARD, "backward": READ_BACKWARD}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -352,6 +365,11 @@ class TritonFlashAttention:
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
         """Blocks worth trying."""
         return candidates(shapes, spec, device, direction)
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernels use them."""
+        return effective(params, device)
 
 
 kernel_registry.register(
@@ -379,7 +397,7 @@ kernel_registry.register(
             "lse",
         },
         gradients={"query", "key", "value", "bias", "softmax_aux"},
-        check=_too_old,
+        check=refusal,
         requires=(("triton", "gpu"),) if interpreting() else (("triton", "gpu"), ("jax_triton", "gpu")),
     ),
     priority=-1 if interpreting() else 10,

@@ -6,8 +6,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels.common import visibility
+from ejkernel.utils.integers import power_of_two, power_of_two_below
+
+# Which parameters the kernels read: the backward's kernel for a block of queries has blocks of its own, m and n.
+READ_FORWARD = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+READ_BACKWARD = (*READ_FORWARD, "blocksize_m", "blocksize_n")
+# A tile's side is a power of two between these.
+SMALLEST_SIDE, LARGEST_SIDE = 16, 256
+# Of a program: 1024 threads, 32 or on AMD 64 a warp.
+MOST_WARPS, MOST_WARPS_ON_AMD = 32, 16
 
 # Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
 # (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one
@@ -122,7 +132,26 @@ def _generation(device: Any) -> str:
 
 def padded(dim: int) -> int:
     """A head dim as tiles have it."""
-    return max(16, 1 << (dim - 1).bit_length())
+    return max(SMALLEST_SIDE, power_of_two(dim))
+
+
+def effective(params: FwdParams | BwdParams, device: DeviceInfo | None) -> FwdParams | BwdParams:
+    """The parameters as the kernels use them."""
+    most_warps = MOST_WARPS_ON_AMD if device is not None and device.vendor == "amd" else MOST_WARPS
+    used = {
+        "q_blocksize": _side(params.q_blocksize or 64),
+        "kv_blocksize": _side(params.kv_blocksize or 64),
+        "num_warps": min(most_warps, power_of_two_below(params.num_warps or 4)),
+        "num_stages": params.num_stages or 2,
+    }
+    if isinstance(params, BwdParams):
+        used["blocksize_m"] = _side(params.blocksize_m or used["q_blocksize"])
+        used["blocksize_n"] = _side(params.blocksize_n or used["kv_blocksize"])
+    return type(params)(**used)
+
+
+def _side(size: int) -> int:
+    return min(LARGEST_SIDE, max(SMALLEST_SIDE, power_of_two_below(size)))
 
 
 def widest(shapes: dict[str, Any]) -> int:

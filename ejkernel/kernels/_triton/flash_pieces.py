@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from ejkernel.kernels.common import softmax
+
+LOG2E = tl.constexpr(softmax.LOG2E)
+LN2 = tl.constexpr(1 / softmax.LOG2E)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Constants:
 
 @triton.jit
 def fold(x):
-    """A part of the hash of ``kernels/dropout.py``, and so are the next three."""
+    """A part of the hash of ``kernels/common/dropout.py``, and so are the next three."""
     return x ^ (x >> 16)
 
 

@@ -11,7 +11,7 @@ step takes one query head. ``n`` is the number of (batch, key head) pairs a step
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -19,13 +19,16 @@ from jax import Array, lax
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.kernels._xla.flash_attention import LOGITS_PER_WIDE_STEP, dot, loop, sink_gradient, sum_last
-from ejkernel.kernels._xla.problem import add_block, heads_per_step, load, store
+from ejkernel.kernels._xla import online_softmax
+from ejkernel.kernels._xla.primitives import add_block, dot, load, loop, store
+from ejkernel.kernels._xla.tiles import LOGITS_PER_WIDE_STEP, HeadTiles, any_visible, head_axes, heads_per_step
 from ejkernel.kernels.common.intervals import intervals
-from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.kernels.common.softmax import sink_gradient
 
 # Keys loaded at once where the blocks are smaller: larger products run faster, smaller ones mask fewer.
 KEYS_PER_STEP = 256
+
+READ = ("kv_blocksize", "blocksize_heads")
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,20 @@ class _Tile:
     q0: Any
     first_row: Any
 
+    @property
+    def rows(self) -> tuple[Any, Any, Any]:
+        """Where its rows begin: batch entry, query head, position."""
+        return self.b0, self.q_head, self.q0
+
 
 @dataclass(frozen=True)
-class _Problem:
-    """One call's geometry and the loads that depend on it."""
+class ListedTiles(HeadTiles):
+    """One call's geometry and the loads that depend on it; ``together`` blocks of keys are multiplied at once."""
 
-    arrays: dict[str, Any]
-    spec: Any
-    n: tuple[int, ...]
-    b: int
-    h: int
-    g: int
     together: int
 
     @classmethod
-    def make(cls, arrays: dict[str, Any], spec: Any, params: Any) -> _Problem:
+    def make(cls, arrays: dict[str, Any], spec: Any, params: Any) -> ListedTiles:
         batch, _, q_heads, _ = arrays["query"].shape
         kv_heads = arrays["key"].shape[2]
         q_block, kv_block = spec.grid.sizes
@@ -68,38 +70,8 @@ class _Problem:
             batch, 1 if own_heads else kv_heads, g * q_block * kv_block * together, params.blocksize_heads
         )
         b, h = (1 if own_batch else b), (1 if own_heads else h)
-        n = (b, h) if params.blocksize_heads and (b, h) == (batch, kv_heads) else (b * h,)
-        return cls(arrays, spec, n, b, h, g, together)
-
-    @property
-    def q_block(self) -> int:
-        return self.spec.grid.sizes[0]
-
-    @property
-    def kv_block(self) -> int:
-        return self.spec.grid.sizes[1]
-
-    @property
-    def q_len(self) -> int:
-        return self.arrays["query"].shape[1]
-
-    @property
-    def kv_len(self) -> int:
-        return self.arrays["key"].shape[1]
-
-    @property
-    def acc(self):
-        """The dtype of logits, statistics and accumulators."""
-        return jnp.float64 if self.arrays["query"].dtype == jnp.float64 else jnp.float32
-
-    @property
-    def prescaled(self) -> bool:
-        """Whether the scale goes into the query block: exact enough in float32, not in half precision."""
-        return self.arrays["query"].dtype == self.acc
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return (*self.n, self.g * self.q_block)
+        n = head_axes(b, h, batch, kv_heads, params.blocksize_heads)
+        return cls(arrays, spec, n, b, h, g, q_block, kv_block, together)
 
     @property
     def own_heads(self) -> bool:
@@ -110,13 +82,13 @@ class _Problem:
     def steps(self) -> int:
         """Of the outer loop: tiles of batch and heads, times blocks of queries."""
         batch, _, q_heads, _ = self.arrays["query"].shape
-        return (batch // self.b) * (q_heads // (self.h * self.g)) * -(-self.q_len // self.q_block)
+        return (batch // self.b) * (q_heads // (self.h * self.g)) * self.q_blocks
 
     def place(self, index) -> tuple[_Tile, tuple]:
         """A step of the outer loop → where it works and its list: start, full, count."""
         q_heads = self.arrays["query"].shape[2]
-        blocks, tiles = -(-self.q_len // self.q_block), q_heads // (self.h * self.g)
-        i, tile = index % blocks, index // blocks
+        tiles = q_heads // (self.h * self.g)
+        i, tile = index % self.q_blocks, index // self.q_blocks
         b0, head_tile = (tile // tiles) * self.b, tile % tiles
         q_head = head_tile * self.h * self.g
         h0 = q_head // (q_heads // self.arrays["key"].shape[2])
@@ -125,29 +97,6 @@ class _Problem:
         tile = _Tile(b0, h0, q_head, jnp.minimum(first_row, self.q_len - self.q_block), first_row)
         # Of a vmapped mask the counts may differ from one batch entry to the next where the starts do not.
         return tile, tuple(x[b0 if x.shape[0] > 1 else 0, head, i] for x in (lists.start, lists.full, lists.count))
-
-    def full(self, shape, fill, dtype=None) -> Array:
-        """A constant that varies over the mesh axes the inputs vary over, as a loop's carry under ``shard_map`` must."""
-        return vary_over(jnp.full(shape, fill, dtype or self.acc), varying_axes(self.arrays["query"]))
-
-    def zeros(self, shape, dtype=None) -> Array:
-        return self.full(shape, 0, dtype)
-
-    def queries(self, array: Array, tile: _Tile, scaled: bool = False) -> Array:
-        """A block of query-like rows, ``[n, r, d]``."""
-        dim = array.shape[3]
-        block = load(array, (tile.b0, tile.q0, tile.q_head, 0), (self.b, self.q_block, self.h * self.g, dim))
-        block = block * self.spec.softmax_scale if scaled and self.prescaled else block
-        return block.swapaxes(1, 2).reshape(*self.rows, dim)
-
-    def from_rows(self, block: Array) -> Array:
-        """``[n, r, d]`` back to ``[b, q, heads, d]``."""
-        return block.reshape(self.b, self.h * self.g, self.q_block, -1).swapaxes(1, 2)
-
-    def row_values(self, array: Array, tile: _Tile) -> Array:
-        """Rows of a ``[B, H, Sq]`` array, ``[n, 1, r]``."""
-        block = load(array, (tile.b0, tile.q_head, tile.q0), (self.b, self.h * self.g, self.q_block))
-        return block.reshape(*self.n, 1, self.rows[-1])
 
     def starts(self, listed: Array) -> Array:
         """Where each block of keys is loaded."""
@@ -199,12 +148,7 @@ class _Problem:
 
     def shape_logits(self, s: Array, visible: Array | None, transposed: bool = False):
         """Scale, cap and mask. In the backward also the slope of the cap, None without one."""
-        cap, slope = self.spec.logits_soft_cap, None
-        if not self.prescaled:
-            s = s * self.spec.softmax_scale
-        if cap is not None:
-            bounded = jnp.tanh(s / cap)
-            s, slope = cap * bounded, 1 - bounded * bounded
+        s, slope = self.scale_and_cap(s)
         if visible is not None:
             s = jnp.where(self.spread(visible, s.shape, transposed), s, -jnp.inf)
         return (s, slope) if transposed else s
@@ -249,48 +193,30 @@ class _Problem:
             carry = lax.fori_loop(jnp.int32(0), full, unmasked(1, 0), carry)
         return lax.fori_loop(full, count, masked, carry)
 
-    def sink_state(self, tile: _Tile) -> tuple[Array, Array]:
-        """Where the running maximum and the denominator start: at the sink, if there is one."""
-        if "softmax_aux" not in self.arrays:
-            return self.full(self.rows, -jnp.inf), self.zeros(self.rows)
-        sinks = self.arrays["softmax_aux"].astype(self.acc)
-        shared = sinks.shape[0] == 1
-        block = load(sinks, (0 if shared else tile.b0, tile.q_head), (1 if shared else self.b, self.h * self.g))
-        top = jnp.repeat(block.reshape(-1, self.h, self.g), self.q_block, axis=-1)
-        top = self.zeros(self.rows) + jnp.broadcast_to(top, (self.b, self.h, self.rows[-1])).reshape(self.rows)
-        return top, (top > -jnp.inf).astype(self.acc)
-
 
 def forward(arrays: dict[str, Any], spec: Any, params: Any) -> tuple[Array, Array]:
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
-    p = _Problem.make(arrays, spec, params)
+    p = ListedTiles.make(arrays, spec, params)
 
     def block_of_queries(index, carry):
         out, lse = carry
         tile, lists = p.place(index)
-        q = p.queries(query, tile, scaled=True)
+        q = p.queries(query, *tile.rows, scaled=True)
 
         def step(listed, carry, visible=None):
-            top, total, acc = carry
             starts = p.starts(listed)
             k, v = p.keys(key, tile, starts), p.keys(value, tile, starts)
             if visible is not None:
-                seen = _any(visible, 1)
+                seen = any_visible(visible, 1)
                 k, v = p.hide(k, seen, 1), p.hide(v, seen, 1)
             s = p.shape_logits(dot(q, k, -1, -1, p.acc), visible)
-            new_top = jnp.maximum(top, s.max(-1))
-            shift = jnp.where(new_top == -jnp.inf, 0, new_top)
-            weights = jnp.exp(s - shift[..., None])
-            decay = jnp.exp(top - shift)
-            total = total * decay + weights.sum(-1)
-            acc = acc * decay[..., None] + dot(weights.astype(v.dtype), v, -1, -2, p.acc)
-            return new_top, total, acc
+            return online_softmax.update(carry, s, lambda weights: dot(weights.astype(v.dtype), v, -1, -2, p.acc))
 
-        start = (*p.sink_state(tile), p.zeros((*p.rows, value.shape[3])))
+        start = (*p.sink_state(tile.b0, tile.q_head), p.zeros((*p.rows, p.value_dim)))
         top, total, acc = p.walk(tile, lists, step, start)
-        block_out = p.from_rows(jnp.where(total[..., None] == 0, 0, acc / total[..., None]).astype(query.dtype))
-        block_lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total)).reshape(p.b, p.h * p.g, p.q_block)
+        block_out = p.from_rows(online_softmax.output(total, acc, total[..., None] == 0).astype(query.dtype))
+        block_lse = online_softmax.log_sum_exp(top, total).reshape(p.b, p.h * p.g, p.q_block)
         out_at, lse_at = (tile.b0, tile.q0, tile.q_head, 0), (tile.b0, tile.q_head, tile.q0)
         if p.q_len % p.q_block:
             own = tile.q0 + jnp.arange(p.q_block, dtype=jnp.int32) >= tile.first_row
@@ -299,7 +225,7 @@ def forward(arrays: dict[str, Any], spec: Any, params: Any) -> tuple[Array, Arra
         return store(out, block_out, out_at), store(lse, block_lse, lse_at)
 
     batch, q_len, heads, _ = query.shape
-    start = (p.zeros((batch, q_len, heads, value.shape[3]), query.dtype), p.zeros((batch, heads, q_len)))
+    start = (p.zeros((batch, q_len, heads, p.value_dim), query.dtype), p.zeros((batch, heads, q_len)))
     return loop(p.steps, block_of_queries, start)
 
 
@@ -308,18 +234,14 @@ def backward(
 ) -> dict[str, Array]:
     """Gradients of the differentiable arrays, from the residuals ``(out, lse)``."""
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
-    p = _Problem.make(arrays, spec, params)
-    finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
-    # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
-    slope = sum_last(out.astype(p.acc) * dout.astype(p.acc)).swapaxes(1, 2) - dlse
-    # A row that sees nothing has no gradient, whatever its cotangents are.
-    slope = jnp.where(lse == -jnp.inf, 0, slope)
+    p = ListedTiles.make(arrays, spec, params)
+    finite_lse, slope = online_softmax.backward_statistics(out, lse, dout, dlse)
 
     def block_of_queries(index, carry):
         dq, dk, dv = carry
         tile, lists = p.place(index)
-        queries, douts = p.queries(query, tile, scaled=True), p.queries(dout, tile)
-        row_lse, row_slope = p.row_values(finite_lse, tile), p.row_values(slope, tile)
+        queries, douts = p.queries(query, *tile.rows, scaled=True), p.queries(dout, *tile.rows)
+        row_lse, row_slope = p.row_values(finite_lse, *tile.rows), p.row_values(slope, *tile.rows)
 
         def step(listed, carry, visible=None):
             dq_block, dk, dv = carry
@@ -327,7 +249,7 @@ def backward(
             q, do = queries, douts
             k, v = p.keys(key, tile, starts), p.keys(value, tile, starts)
             if visible is not None:
-                seen, seeing = _any(visible, 1), _any(visible, 2)
+                seen, seeing = any_visible(visible, 1), any_visible(visible, 2)
                 k, v = p.hide(k, seen, 1), p.hide(v, seen, 1)
                 q, do = p.hide(q, seeing, p.g), p.hide(do, seeing, p.g)
             s, cap_slope = p.shape_logits(dot(k, q, -1, -1, p.acc), visible, transposed=True)
@@ -359,15 +281,12 @@ def backward(
     return grads
 
 
-def _any(visible: Array, axis: int) -> Array:
-    return visible.astype(jnp.float32).max(axis) > 0
-
-
 class XlaBlockSparseAttention:
     """The implementation for every device."""
 
     name = "blocksparse-xla"
     version = 1
+    reads: ClassVar = {"forward": READ, "backward": READ}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -390,6 +309,12 @@ class XlaBlockSparseAttention:
         cls = FwdParams if direction == "forward" else BwdParams
         heads = XlaBlockSparseAttention.defaults(shapes, spec, device, direction).blocksize_heads
         return [cls(kv_blocksize=keys, blocksize_heads=heads) for keys in (128, 256, 512)]
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        p = ListedTiles.make(shapes, spec, params)
+        return type(params)(kv_blocksize=p.together * p.kv_block, blocksize_heads=p.blocksize_heads)
 
 
 kernel_registry.register(

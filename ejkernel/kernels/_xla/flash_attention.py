@@ -4,14 +4,14 @@ The arrays stay in their layout ``[batch, length, heads, dim]``; only the blocks
 the temporary memory is a few blocks. Nothing is padded: a last, partial block is loaded shifted back to the array's end
 and the overlap is recomputed (forward) or masked (backward).
 
-With the dimension names of ``problem.py``, the forward holds logits as ``[n, g*q, k]``, the backward as ``[n, k, g*q]``: so
+With the dimension names of ``tiles.py``, the forward holds logits as ``[n, g*q, k]``, the backward as ``[n, k, g*q]``: so
 both take products that a CPU runs at full speed, and the backward transposes once.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -19,22 +19,25 @@ from jax import Array, lax
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.kernels._xla.problem import BLOCK, Problem, add_block, flip, store
+from ejkernel.kernels._xla import online_softmax
+from ejkernel.kernels._xla.flash_tiles import BLOCK, FlashTiles, flip
+from ejkernel.kernels._xla.primitives import add_block, dot, loop, store
+from ejkernel.kernels._xla.tiles import LOGITS_PER_WIDE_STEP
 from ejkernel.kernels.common import visibility
+from ejkernel.kernels.common.softmax import sink_gradient
 
-# Logits held at once where a step is wide: on an accelerator, and over several devices, each of which holds a part.
-LOGITS_PER_WIDE_STEP = 2**25
 # Queries (backward: keys) beside a whole window of keys (queries).
 NARROW = 128
+
+READ = ("q_blocksize", "kv_blocksize", "blocksize_heads")
 
 
 def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Array]:
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
     query, value = arrays["query"], arrays["value"]
-    p = Problem.make(arrays, spec, params)
+    p = FlashTiles.make(arrays, spec, params)
     ranges = visibility.key_ranges(*p.intervals, p.segments, p.q_block, p.kv_len)
     plan = visibility.plan_walk(ranges, p.kv_block, p.b, p.always_masked)
-    rows = (*p.n, p.g * p.q_block)
 
     def block_of_queries(index, carry):
         out, lse = carry
@@ -43,29 +46,26 @@ def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, Ar
         q = p.queries(query, b0, h0, q0, scaled=True)
 
         def step(k0, carry, visible=None):
-            top, total, acc = carry
             k, v = p.keys(arrays["key"], b0, h0, k0), p.keys(value, b0, h0, k0)
             if visible is not None:
                 k, v = p.hide_keys((k, v), visible, b0, q0, k0)
             s = p.shape_logits(dot(q, k, -1, -1, p.acc), b0, h0, q0, k0, visible)
-            new_top = jnp.maximum(top, s.max(-1))
-            shift = jnp.where(new_top == -jnp.inf, 0, new_top)
-            weights = jnp.exp(s - shift[..., None])
-            decay = jnp.exp(top - shift)
-            total = total * decay + weights.sum(-1)
-            if spec.dropout_prob:
-                weights = weights * p.keep(b0, h0, q0, k0).reshape(weights.shape)
-            acc = acc * decay[..., None] + dot(weights.astype(v.dtype), v, -1, -2, p.acc)
-            return new_top, total, acc
+
+            def drop(weights):
+                return weights * p.keep(b0, h0, q0, k0).reshape(weights.shape)
+
+            def mix(weights):
+                return dot(weights.astype(v.dtype), v, -1, -2, p.acc)
+
+            return online_softmax.update(carry, s, mix, drop if spec.dropout_prob else None)
 
         def masked_step(k0, first, stop, carry):
             return step(k0, carry, p.visible(b0, h0, q0, k0, columns=(first, stop)))
 
-        top, total = p.sink_state(b0, h0, rows)
-        start = (top, total, p.zeros((*rows, p.value_dim)))
+        start = (*p.sink_state(b0, h0), p.zeros((*p.rows, p.value_dim)))
         top, total, acc = visibility.walk(plan, tile, i, p.kv_block, p.kv_len, step, masked_step, start)
-        block_out = jnp.where(total[..., None] == 0, 0, acc / total[..., None]).astype(query.dtype)
-        block_lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
+        block_out = online_softmax.output(total, acc, total[..., None] == 0).astype(query.dtype)
+        block_lse = online_softmax.log_sum_exp(top, total)
         out = store(out, p.from_rows(block_out), (b0, q0, h0 * p.g, 0))
         lse = store(lse, block_lse.reshape(p.b, p.h * p.g, p.q_block), (b0, h0 * p.g, q0))
         return out, lse
@@ -91,14 +91,10 @@ def backward(
     """Gradients of the differentiable arrays, from the residuals ``(out, lse)``; the bias's only if it is wanted."""
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     bias = arrays["bias"] if "bias" in wanted else None
-    p = Problem.make(arrays, spec, params)
+    p = FlashTiles.make(arrays, spec, params)
     ranges = visibility.query_ranges(*p.intervals, p.segments, p.kv_block, p.kv_len)
     plan = visibility.plan_walk(ranges, p.q_block, p.b, p.always_masked)
-    finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
-    # d logits = weights * (d weights - slope): what the softmax's normalisation and the lse's cotangent take off.
-    slope = sum_last(out.astype(p.acc) * dout.astype(p.acc)).swapaxes(1, 2) - dlse
-    # A row that sees nothing has no gradient, whatever its cotangents are.
-    slope = jnp.where(lse == -jnp.inf, 0, slope)
+    finite_lse, slope = online_softmax.backward_statistics(out, lse, dout, dlse)
 
     def block_of_keys(index, carry):
         tile, b0, h0, j = p.place(index, p.kv_blocks)
@@ -115,13 +111,13 @@ def backward(
                 q, do = p.hide_queries((q, do), visible, b0, q0)
             raw = dot(k, q, -1, -1, p.acc)
             s, cap_slope = p.shape_logits(raw, b0, h0, q0, k0, visible, transposed=True)
-            weights = jnp.exp(s - p.row_slice(finite_lse, b0, h0, q0))
+            weights = jnp.exp(s - p.row_values(finite_lse, b0, h0, q0))
             dweights = dot(v, do, -1, -1, p.acc)
             kept = weights
             if spec.dropout_prob:
                 keep = flip(p.keep(b0, h0, q0, k0)).reshape(weights.shape)
                 kept, dweights = weights * keep, dweights * keep
-            ds = weights * (dweights - p.row_slice(slope, b0, h0, q0))
+            ds = weights * (dweights - p.row_values(slope, b0, h0, q0))
             if visible is not None and "softmax_aux" in arrays:
                 # With sinks a row that sees nothing still has an lse, so its cotangents are in the slope.
                 ds = jnp.where(flip(visible), ds.reshape(p.five_flipped), 0).reshape(ds.shape)
@@ -161,54 +157,12 @@ def backward(
     return grads
 
 
-def softmax_residuals(arrays: dict[str, Array], out: Array, lse: Array, dout: Array, dlse: Array):
-    """What a backward needs of each row: its cotangent, its finite lse, the slope of its softmax; and the arrays.
-
-    The slope is what the softmax's normalisation and the lse's cotangent take off: d logits = weights (d weights - slope). A
-    row that sees nothing has no gradient, whatever its cotangents are; where data decides which rows those are, they are
-    zeros in what is returned, since they may hold NaN, and kernels sum over rows.
-    """
-    gone = lse == -jnp.inf
-    # Behind a barrier: XLA would put the sum into whatever packs it for a kernel. That cost 0.2 ms of 1.5 on an H200.
-    along = lax.optimization_barrier(jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1))
-    slope = along.swapaxes(1, 2) - dlse
-    if "softmax_aux" not in arrays and visibility.BY_DATA & arrays.keys():
-        rows = gone.swapaxes(1, 2)[..., None]
-        arrays = {**arrays, "query": jnp.where(rows, 0, arrays["query"])}
-        dout = jnp.where(rows, 0, dout)
-    return dout, jnp.where(gone, 0, lse), jnp.where(gone, 0, slope), arrays
-
-
-def sink_gradient(sinks: Array, finite_lse: Array, slope: Array) -> Array:
-    """Of the sinks' log-sum-exp ``[B|1, H]``: what their share of each row's weight, ``[B, H, Sq]``, takes off."""
-    share = jnp.where(sinks[..., None] == -jnp.inf, 0, jnp.exp(sinks[..., None] - finite_lse))
-    dsinks = -(share * slope).sum(-1)
-    return dsinks if sinks.shape[0] > 1 else dsinks.sum(0, keepdims=True)
-
-
-def dot(a: Array, b: Array, contract_a: int, contract_b: int, dtype) -> Array:
-    """A product over one axis of each, counted from the end, the leading axes in step."""
-    precision = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else None
-    lead = tuple(range(a.ndim - 2))
-    dims = (((a.ndim + contract_a,), (b.ndim + contract_b,)), (lead, lead))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
-
-
-def sum_last(x: Array) -> Array:
-    """A sum over the last, short axis, as a product with ones: XLA's CPU reduction takes 30 times as long (jax 0.10)."""
-    return jnp.dot(x, jnp.ones(x.shape[-1], x.dtype), precision=lax.Precision.HIGHEST)
-
-
-def loop(steps: int, body, carry):
-    """``fori_loop`` from 0, with an int32 index whatever JAX's default is."""
-    return lax.fori_loop(jnp.int32(0), jnp.int32(steps), body, carry)
-
-
 class XlaFlashAttention:
     """The implementation for every device."""
 
     name = "flash-xla"
     version = 1
+    reads: ClassVar = {"forward": READ, "backward": READ}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -247,6 +201,12 @@ class XlaFlashAttention:
         sizes = ((128, 256, 512), (256, 512, 1024)) if device.kind == "cpu" else ((512, 1024, 2048), (512, 1024, 2048))
         tried = [(_even(q, q_len), _even(kv, kv_len)) for q in sizes[0] for kv in sizes[1]]
         return [cls(q_blocksize=q, kv_blocksize=kv, blocksize_heads=heads) for q, kv in tried]
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        p = FlashTiles.make(shapes, spec, params)
+        return type(params)(q_blocksize=p.q_block, kv_blocksize=p.kv_block, blocksize_heads=p.blocksize_heads)
 
 
 def _even(block: int, length: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -22,11 +22,18 @@ from jax import Array, lax
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
-from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.kernels.common.varying import full_beside
 
-ROWS = 256
+ROWS_PER_TILE = 256
 # The fewest rows that a CPU multiplies at nearly the speed of many; more where a sum over the rows is written each time.
 FEWEST, FEWEST_SUMMED = 16, 32
+
+
+def effective(shapes: dict[str, Any], params: FwdParams | BwdParams) -> FwdParams | BwdParams:
+    """The parameters as the kernel uses them: a tile has no more rows than there are; the batched form has no tiles."""
+    if "bounds" not in shapes:
+        return type(params)()
+    return type(params)(blocksize_m=max(1, min(params.blocksize_m or ROWS_PER_TILE, shapes["a"].shape[1])))
 
 
 def forward(arrays: dict[str, Array], spec: Any, params: FwdParams) -> tuple[Array, None]:
@@ -34,7 +41,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams) -> tuple[Arr
     a, b = arrays["a"], arrays["b"]
     if "bounds" not in arrays:
         return _dot(a, b, -1, -1 if spec.transpose_b else -2, spec.accumulator).astype(spec.dtype), None
-    large = min(params.blocksize_m or ROWS, a.shape[1])
+    large = effective(arrays, params).blocksize_m
     rows = _by_device(_rows, _rows_in_steps)
     out = rows(a[0], b[0], arrays["bounds"][0], spec.transpose_b, large, spec.accumulator, spec.dtype)
     return out[None], None
@@ -60,7 +67,7 @@ def backward(
         if "b" in wanted:
             grads["b"] = _dot(_transposed(left), right, -1, -2, spec.accumulator).astype(b.dtype)
         return grads
-    bounds, large = arrays["bounds"][0], min(params.blocksize_m or ROWS, a.shape[1])
+    bounds, large = arrays["bounds"][0], effective(arrays, params).blocksize_m
     if "a" in wanted:
         rows = _by_device(_rows, _rows_in_steps)
         grads["a"] = rows(dout[0], b[0], bounds, not spec.transpose_b, large, spec.accumulator, a.dtype)[None]
@@ -113,7 +120,7 @@ def _rows(x: Array, groups: Array, bounds: Array, transposed: bool, large: int, 
         rest = start + count * large
         return _loop(-((rest - stop) // small), partial, _loop(count, whole, out))
 
-    return _each_group(bounds, one_group, _zeros((x.shape[0], width), dtype, x))
+    return _each_group(bounds, one_group, full_beside(x, (x.shape[0], width), 0, dtype))
 
 
 def _sums(left: Array, right: Array, bounds: Array, large: int, accumulator: Any, dtype: Any) -> Array:
@@ -146,7 +153,7 @@ def _sums(left: Array, right: Array, bounds: Array, large: int, accumulator: Any
         total = _loop((stop - start - rest) // large, whole, total)
         return lax.dynamic_update_index_in_dim(sums, total.astype(dtype), group, 0)
 
-    return _each_group(bounds, one_group, _zeros((bounds.shape[0] - 1, *shape), dtype, left))
+    return _each_group(bounds, one_group, full_beside(left, (bounds.shape[0] - 1, *shape), 0, dtype))
 
 
 def _each_group(bounds: Array, body: Callable, carry: Any) -> Any:
@@ -200,7 +207,7 @@ def _rows_in_steps(
         return lax.dynamic_update_slice_in_dim(out, block, at, 0)
 
     width = groups.shape[1 if transposed else 2]
-    return lax.fori_loop(0, steps.group.shape[0], step, _zeros((x.shape[0], width), dtype, x))
+    return lax.fori_loop(0, steps.group.shape[0], step, full_beside(x, (x.shape[0], width), 0, dtype))
 
 
 def _sums_in_steps(left: Array, right: Array, bounds: Array, size: int, accumulator: Any, dtype: Any) -> Array:
@@ -218,7 +225,7 @@ def _sums_in_steps(left: Array, right: Array, bounds: Array, size: int, accumula
         # A step without rows repeats the last group's sum, or opens a last group that has none.
         return total, lax.dynamic_update_index_in_dim(sums, total.astype(dtype), group, 0)
 
-    start = _zeros(shape, accumulator, left), _zeros((bounds.shape[0] - 1, *shape), dtype, left)
+    start = full_beside(left, shape, 0, accumulator), full_beside(left, (bounds.shape[0] - 1, *shape), 0, dtype)
     return lax.fori_loop(0, steps.group.shape[0], step, start)[1]
 
 
@@ -243,10 +250,6 @@ def _transposed(x: Array) -> Array:
     return lax.optimization_barrier(x.swapaxes(-1, -2))
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
-    return vary_over(jnp.zeros(shape, dtype), varying_axes(like))
-
-
 def _loop(steps: Array, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(jnp.int32(0), steps, body, carry)
 
@@ -256,6 +259,7 @@ class XlaGroupedMatmul:
 
     name = "grouped-matmul-xla"
     version = 1
+    reads: ClassVar = {"forward": ("blocksize_m",), "backward": ("blocksize_m",)}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -265,9 +269,9 @@ class XlaGroupedMatmul:
         cls = FwdParams if direction == "forward" else BwdParams
         if "bounds" not in shapes:
             return cls()
-        rows = ROWS
-        if device.kind != "cpu" and shapes["a"].shape[1] >= 2 * ROWS * shapes["b"].shape[1]:
-            rows = 2 * ROWS
+        rows = ROWS_PER_TILE
+        if device.kind != "cpu" and shapes["a"].shape[1] >= 2 * ROWS_PER_TILE * shapes["b"].shape[1]:
+            rows = 2 * ROWS_PER_TILE
         return cls(blocksize_m=rows)
 
     @staticmethod
@@ -275,6 +279,11 @@ class XlaGroupedMatmul:
         """Tiles worth trying."""
         cls = FwdParams if direction == "forward" else BwdParams
         return [cls(blocksize_m=rows) for rows in (64, 128, 256, 512, 1024)] if "bounds" in shapes else []
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        return effective(shapes, params)
 
 
 kernel_registry.register(

@@ -7,7 +7,7 @@ meets no arithmetic. (As a reduction of a masked array, XLA's CPU code writes th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,37 @@ from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla.bits import from_bits, to_bits
-from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.kernels.common.precision import accumulator_dtype
+from ejkernel.kernels.common.varying import full_beside, vary_over, varying_axes
 
 # Positions of a lane a step. More of them spill registers, fewer leave the loop's own cost to show (CPU, jax 0.10).
 UNROLL = 16
 # Rows a step, over all sequences of the batch.
-ROWS = 1024
+ROWS_PER_STEP = 1024
+
+
+def rows_per_step(shapes: dict[str, Any], spec: Any, params: FwdParams) -> int:
+    """Rows of each sequence a step: all of them, or whole lanes; of packed sequences not many more than they have."""
+    rows, tokens = params.blocksize_m or ROWS_PER_STEP, shapes["inputs"].shape[1]
+    if not spec.packed and rows >= tokens:
+        return max(1, tokens)
+    if spec.packed:
+        # So the work is that of the tokens, not of sequences times rows.
+        sequences = max(1, shapes["cu_seqlens"].shape[1] - 1)
+        rows = min(rows, max(1, tokens // sequences))
+    return rows if rows < UNROLL else rows // UNROLL * UNROLL
 
 
 def forward(arrays: dict[str, Array], spec: Any, params: Any) -> tuple[Array, None]:
     """``[B, D]``, or packed ``[B, N, D]``."""
     inputs = arrays["inputs"]
-    rows = params.blocksize_m or ROWS
+    rows = rows_per_step(arrays, spec, params)
     if spec.packed:
         return _packed(inputs, arrays["cu_seqlens"], rows).astype(inputs.dtype), None
     mask, length = arrays.get("mask"), inputs.shape[1]
     if rows >= length:
         kept = inputs if mask is None else jnp.where(mask[..., None], inputs, 0)
-        total = kept.sum(1, dtype=_acc(inputs))
+        total = kept.sum(1, dtype=accumulator_dtype(inputs))
     else:
         start = jnp.zeros(inputs.shape[0], jnp.int32)
         total = _sum(inputs, start, start + length, rows, mask)
@@ -46,7 +59,7 @@ def backward(
 ) -> dict[str, Array]:
     """The inputs' gradient: a sequence's, divided by its count, at each token that counts, and 0 at the others."""
     inputs = arrays["inputs"]
-    dout = dout.astype(_acc(inputs))
+    dout = dout.astype(accumulator_dtype(inputs))
     if not spec.packed:
         mask = arrays.get("mask")
         share = to_bits((dout / _counts(inputs, mask)).astype(inputs.dtype))[:, None]
@@ -62,10 +75,8 @@ def backward(
 
 def _packed(inputs: Array, offsets: Array, rows: int) -> Array:
     """``[B, N, D]``, a sequence at a time."""
-    batch, tokens, features = inputs.shape
+    batch, _, features = inputs.shape
     sequences = offsets.shape[1] - 1
-    # A step never takes many more rows than a sequence has: so the work is that of the tokens, not of sequences times rows.
-    rows = min(rows, max(1, tokens // sequences))
 
     def one(n, means):
         start, stop = (lax.dynamic_index_in_dim(offsets, n + i, axis=1, keepdims=False) for i in (0, 1))
@@ -108,19 +119,14 @@ def _owners(offsets: Array, tokens: int) -> Array:
 
 def _counts(inputs: Array, mask: Array | None) -> Array:
     """What to divide by: ``[B, 1]``, at least 1."""
-    acc = _acc(inputs)
+    acc = accumulator_dtype(inputs)
     if mask is None:
         return jnp.full((1, 1), inputs.shape[1], acc)
     return jnp.maximum(mask.sum(1, dtype=jnp.int32), 1).astype(acc)[:, None]
 
 
-def _acc(inputs: Array) -> Any:
-    return jnp.float64 if inputs.dtype == jnp.float64 else jnp.float32
-
-
 def _zeros(inputs: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros that vary over the mesh axes the inputs vary over, as a loop's carry under ``shard_map`` must."""
-    return vary_over(jnp.zeros(shape, _acc(inputs)), varying_axes(inputs))
+    return full_beside(inputs, shape, 0, accumulator_dtype(inputs))
 
 
 class XlaMeanPooling:
@@ -128,6 +134,7 @@ class XlaMeanPooling:
 
     name = "mean-pooling-xla"
     version = 1
+    reads: ClassVar = {"forward": ("blocksize_m",), "backward": ()}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
@@ -138,7 +145,7 @@ class XlaMeanPooling:
         if direction == "backward":
             return BwdParams()
         if device.kind == "cpu" and device.shared_by == 1:
-            return FwdParams(blocksize_m=max(1, min(ROWS // max(1, batch), tokens // 2)))
+            return FwdParams(blocksize_m=max(1, min(ROWS_PER_STEP // max(1, batch), tokens // 2)))
         return FwdParams(blocksize_m=max(1, tokens))
 
     @staticmethod
@@ -148,6 +155,13 @@ class XlaMeanPooling:
             return []
         tokens = shapes["inputs"].shape[1]
         return [FwdParams(blocksize_m=rows) for rows in (64, 256, 1024, 4096) if rows < tokens]
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The parameters as the kernel uses them."""
+        if direction == "backward":
+            return BwdParams()
+        return FwdParams(blocksize_m=rows_per_step(shapes, spec, params))
 
 
 kernel_registry.register(

@@ -3,7 +3,7 @@
 Forward, the products of inputs and weights are one matmul before the loop. Backward, the forward's states are all there: so
 the gates of many steps come back from one matmul, and a step keeps one product, that of the gates' gradients with the
 recurrent weights. What those gradients give to the inputs and to the weights is one matmul each for as many steps. They
-are as many as make ``ROWS`` rows with the batch, all of a short sequence, so that gates and their gradients stay in a CPU's
+are as many as make ``ROWS_PER_CHUNK`` rows with the batch, all of a short sequence, so that gates and their gradients stay in a CPU's
 caches and never take memory for the whole sequence.
 
 Arrays keep their layout ``[batch, time, features]``: a step reads and writes rows, and a batch that is spread over devices
@@ -13,7 +13,7 @@ stays where it is. Dimension names: ``g`` is gates times hidden, ``h`` hidden. W
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla import cells
 from ejkernel.kernels._xla.bits import from_bits, to_bits
-from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.kernels._xla.primitives import loop
+from ejkernel.kernels.common.precision import accumulator_dtype
+from ejkernel.kernels.common.varying import full_beside
 
 # Rows of a product over many steps in the backward: enough to use every core, few enough to stay in the caches.
-ROWS = 1024
+ROWS_PER_CHUNK = 1024
 
 
 def forward(arrays: dict[str, Any], spec: Any, params: Any) -> tuple:
@@ -75,9 +77,8 @@ class _Direction:
 
     def __init__(self, arrays: dict[str, Any], spec: Any, index: int):
         inputs = arrays["inputs"]
-        self.dtype = inputs.dtype
-        self.acc = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
-        self.axes = varying_axes(inputs)
+        self.like, self.dtype = inputs, inputs.dtype
+        self.acc = accumulator_dtype(inputs)
         self.batch, self.steps, _ = inputs.shape
         self.from_end = spec.directions[index]
         self.cell = cells.make(spec)
@@ -96,8 +97,8 @@ class _Direction:
         self.inputs = self.blank(inputs)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Array:
-        """Zeros that vary over the mesh axes the inputs vary over, as a loop's carry under ``shard_map`` must."""
-        return vary_over(jnp.zeros(shape, dtype or self.acc), self.axes)
+        """Zeros in the accumulators' dtype, to be a loop's carry."""
+        return full_beside(self.like, shape, 0, dtype or self.acc)
 
     def blank(self, array: Array) -> Array:
         """``[B, S, ...]`` with zeros past the end of each sequence."""
@@ -154,7 +155,7 @@ class _Direction:
         rows = (self.batch, self.steps, self.hidden)
         kept = tuple(self.zeros(rows) for _ in self.start[1:])
         start = (self.start, to_bits(self.zeros(rows, self.dtype)), kept)
-        state, outputs, kept = _loop(self.steps, step, start)
+        state, outputs, kept = loop(self.steps, step, start)
         return from_bits(outputs, self.dtype), tuple(s.astype(self.dtype) for s in state), kept[0] if kept else None
 
     def before(self, array: Array, start: Array) -> Array:
@@ -183,7 +184,7 @@ class _Direction:
         h_before = self.before(outputs, self.start[0])
         dout = self.blank(dout)
         project, biases = self._gates_again(h_before)
-        size = min(self.steps, -(-ROWS // self.batch))
+        size = min(self.steps, -(-ROWS_PER_CHUNK // self.batch))
 
         def chunk(k, carry):
             dstate, grads = carry
@@ -214,7 +215,7 @@ class _Direction:
 
         grads = {name: self.zeros(shape) for name, shape in self._gradient_shapes(wanted).items()}
         dfinal = tuple(d.astype(self.acc) for d in dfinal)
-        dstart, grads = _loop(-(-self.steps // size), chunk, (dfinal, grads))
+        dstart, grads = loop(-(-self.steps // size), chunk, (dfinal, grads))
         dinputs = grads.pop("inputs", None)
         return dinputs, dstart, {name + self.suffix: grad for name, grad in grads.items()}
 
@@ -294,15 +295,12 @@ def _parts(array: Array, count: int) -> list[Array]:
     return [array] if count == 1 else jnp.split(array, count, axis=-1)
 
 
-def _loop(steps: int, body, carry):
-    return lax.fori_loop(jnp.int32(0), jnp.int32(steps), body, carry)
-
-
 class XlaRecurrent:
     """The implementation for every device."""
 
     name = "recurrent-xla"
     version = 1
+    reads: ClassVar = {"forward": (), "backward": ()}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 

@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels._xla.flash_attention import sink_gradient, sum_last
-from ejkernel.kernels.common.varying import vary_over, varying_axes
+from ejkernel.kernels._xla.primitives import sum_last
+from ejkernel.kernels.common.precision import accumulator_dtype
+from ejkernel.kernels.common.softmax import merge, merge_sinks, sink_gradient, softmax_slope
+from ejkernel.kernels.common.varying import full_beside, vary_over
 
 KEYS = ("key", "value", "kv_segment_ids")
 
@@ -132,16 +134,6 @@ def _own_part(ring: Ring) -> _Part:
     return _Part(intervals=ring.intervals(ring.source(0))) if ring.windowed else _Part(causal=ring.causal)
 
 
-def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
-    """Attention over the keys of both, from float32 ``out [B, S, H, Dv]`` and ``lse [B, H, S]``."""
-    top = jnp.maximum(lse, other_lse)
-    shift = jnp.where(top == -jnp.inf, 0, top)
-    weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
-    total = weight + other_weight
-    share = jnp.where(total == 0, 0, other_weight / total).swapaxes(1, 2)[..., None]
-    return out * (1 - share) + other * share, jnp.where(total == 0, -jnp.inf, shift + jnp.log(total))
-
-
 def _split(arrays: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
     """What stays and what goes round."""
     keys = {name: array for name, array in arrays.items() if name in KEYS}
@@ -153,7 +145,7 @@ def forward(arrays: dict[str, Array], ring: Ring, step: Callable) -> tuple[Array
     arrays = {name: vary_over(array, _axes(ring)) for name, array in arrays.items()}
     sinks = arrays.pop("softmax_aux", None)
     queries, keys = _split(arrays)
-    dtype, acc = queries["query"].dtype, _accumulator(queries["query"])
+    dtype, acc = queries["query"].dtype, accumulator_dtype(queries["query"])
 
     def add(keys):
         def compute(part, carry):
@@ -180,9 +172,7 @@ def forward(arrays: dict[str, Array], ring: Ring, step: Callable) -> tuple[Array
         state = _at_step(ring, ring.last_step, add(keys), state)
     out, lse = state
     if sinks is not None:
-        with_sinks = jnp.logaddexp(lse, sinks[..., None].astype(lse.dtype))
-        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - with_sinks))
-        out, lse = out * share.swapaxes(1, 2)[..., None], with_sinks
+        out, lse = merge_sinks(out, lse, sinks)
     return out.astype(dtype), lse
 
 
@@ -193,7 +183,7 @@ def backward(
     arrays = {name: vary_over(array, _axes(ring)) for name, array in arrays.items()}
     sinks = arrays.pop("softmax_aux", None)
     queries, keys = _split(arrays)
-    acc = _accumulator(queries["query"])
+    acc = accumulator_dtype(queries["query"])
     if sinks is not None:
         # A row whose weight is all the sinks' sees nothing: its cotangents must not matter to queries and keys.
         nothing = lse == sinks[..., None].astype(lse.dtype)
@@ -216,7 +206,7 @@ def backward(
 
     sent = ring.hop(keys) if ring.last_step else None
     names = ("query", "key", "value")
-    zeros = {name: vary_over(jnp.zeros(arrays[name].shape, acc), varying_axes(arrays[name])) for name in names}
+    zeros = {name: full_beside(arrays[name], arrays[name].shape, 0, acc) for name in names}
     grads = add(keys)(_own_part(ring), zeros)
 
     def at_step(t, keys, grads):
@@ -237,7 +227,7 @@ def backward(
         grads = {**grads, **home}
     grads = {name: grads[name].astype(arrays[name].dtype) for name in names}
     if sinks is not None:
-        slope = sum_last(out.astype(acc) * whole_dout.astype(acc)).swapaxes(1, 2) - whole_dlse
+        slope = softmax_slope(out, whole_dout, whole_dlse, lambda products: sum_last(products).swapaxes(1, 2))
         grads["softmax_aux"] = sink_gradient(sinks, jnp.where(lse == -jnp.inf, 0, lse), slope)
     return grads
 
@@ -249,7 +239,3 @@ def _replace(array: Array, where: slice, new: Array, axis: int) -> Array:
 
 def _axes(ring: Ring) -> frozenset[str]:
     return frozenset({ring.axis} if isinstance(ring.axis, str) else ring.axis)
-
-
-def _accumulator(query: Array):
-    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32

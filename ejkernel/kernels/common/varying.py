@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 
@@ -20,6 +23,11 @@ def vary_over(array: Array, axes: frozenset[str]) -> Array:
     """The array, marked as varying over the axes; its gradient is summed over those it did not vary over."""
     missing = tuple(sorted(axes - varying_axes(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def full_beside(like: Array, shape: tuple[int, ...], fill: float, dtype: Any) -> Array:
+    """A constant that varies as an input does: under ``shard_map`` a loop's carry must vary as the results put into it."""
+    return vary_over(jnp.full(shape, fill, dtype), varying_axes(like))
 
 
 def vary_as(results, *arrays: Array):

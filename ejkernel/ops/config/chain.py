@@ -19,6 +19,7 @@ from ejkernel.ops.config import store
 from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.utils.fingerprint import stable_json
 from ejkernel.utils.directories import cache_directory
+from ejkernel.utils.integers import power_of_two
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _similar(call: Call, device: DeviceInfo, entry: Implementation, direction: s
         features = [set(b["features"].split()) for b in (bucket, wanted)]
         if (features[0] ^ features[1]) - free:
             return None
-        dims = [[(b[name] - 1).bit_length() for name in ("head_dim", "value_dim")] for b in (bucket, wanted)]
+        dims = [[power_of_two(b[name]) for name in ("head_dim", "value_dim")] for b in (bucket, wanted)]
         alike = {**bucket, "features": wanted["features"], "window": wanted["window"]}
         alike |= {name: wanted[name] for name in ("head_dim", "value_dim")}
         distance = _apart(alike, wanted)

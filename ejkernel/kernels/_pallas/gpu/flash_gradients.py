@@ -29,8 +29,8 @@ from ejkernel.kernels._pallas.gpu.flash_plan import (
     whole_tiles,
     without_padding,
 )
-from ejkernel.kernels._xla.flash_attention import sink_gradient, softmax_residuals
 from ejkernel.kernels.common import visibility
+from ejkernel.kernels.common.softmax import sink_gradient, softmax_residuals
 
 # Warpgroups that compute, in every kernel, and the rows of a block that they share.
 CONSUMERS = 2

@@ -1,9 +1,4 @@
-"""The geometry of one call of flash attention in XLA, and the loads that depend on it.
-
-Dimension names: ``b`` batch tile, ``h`` tile of key heads, ``n`` both together, ``g`` query heads a key head, ``q`` and
-``k`` positions. ``n`` is one axis, which a CPU spreads over its cores best, unless a step takes every head: then it is two,
-which the compiler can partition over devices.
-"""
+"""The geometry of one call of flash attention in XLA, and the loads that depend on it; dimension names as in ``tiles.py``."""
 
 from __future__ import annotations
 
@@ -11,65 +6,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from ejkernel.kernels._xla.primitives import add_block, load
+from ejkernel.kernels._xla.tiles import HeadTiles, any_visible, head_axes, heads_per_step
 from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common.intervals import intervals
-from ejkernel.kernels.common.varying import vary_over, varying_axes
 
-# Logits held at once by one step. 4 MiB of float32 leave room for their companions in a CPU's caches.
-LOGITS_PER_STEP = 2**20
 BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Problem:
+class FlashTiles(HeadTiles):
     """One call's geometry and the loads that depend on it."""
 
-    arrays: dict[str, Array]
-    spec: Any
-    n: tuple[int, ...]
-    b: int
-    h: int
-    g: int
-    q_block: int
-    kv_block: int
-
     @classmethod
-    def make(cls, arrays: dict[str, Array], spec: Any, params: Any) -> Problem:
+    def make(cls, arrays: dict[str, Array], spec: Any, params: Any) -> FlashTiles:
         batch, q_len, q_heads, _ = arrays["query"].shape
         kv_len, kv_heads = arrays["key"].shape[1:3]
         g = q_heads // kv_heads
         q_block, kv_block = min(params.q_blocksize or BLOCK, q_len), min(params.kv_blocksize or BLOCK, kv_len)
         b, h = heads_per_step(batch, kv_heads, g * q_block * kv_block, params.blocksize_heads)
-        n = (b, h) if params.blocksize_heads and (b, h) == (batch, kv_heads) else (b * h,)
+        n = head_axes(b, h, batch, kv_heads, params.blocksize_heads)
         return cls(arrays, spec, n, b, h, g, q_block, kv_block)
-
-    @property
-    def q_len(self) -> int:
-        return self.arrays["query"].shape[1]
-
-    @property
-    def kv_len(self) -> int:
-        return self.arrays["key"].shape[1]
-
-    @property
-    def value_dim(self) -> int:
-        return self.arrays["value"].shape[3]
-
-    @property
-    def acc(self):
-        """The dtype of logits, statistics and accumulators."""
-        return jnp.float64 if self.arrays["query"].dtype == jnp.float64 else jnp.float32
-
-    @property
-    def prescaled(self) -> bool:
-        """Whether the scale goes into the query block: exact enough in float32, not in half precision."""
-        return self.arrays["query"].dtype == self.acc
-
-    @property
-    def q_blocks(self) -> int:
-        return -(-self.q_len // self.q_block)
 
     @property
     def kv_blocks(self) -> int:
@@ -102,19 +61,9 @@ class Problem:
         tile = index // blocks
         return tile // head_tiles, (tile // head_tiles) * self.b, (tile % head_tiles) * self.h, index % blocks
 
-    def zeros(self, shape, dtype=None) -> Array:
-        """Zeros that vary over the mesh axes the inputs vary over, as a loop's carry under ``shard_map`` must."""
-        return self.full(shape, 0, dtype)
-
-    def full(self, shape, fill, dtype=None) -> Array:
-        return vary_over(jnp.full(shape, fill, dtype or self.acc), varying_axes(self.arrays["query"]))
-
-    def queries(self, array: Array, b0, h0, q0, scaled: bool = False) -> Array:
-        """A block of query-like rows, ``[n, g*q, d]``."""
-        dim = array.shape[3]
-        block = load(array, (b0, q0, h0 * self.g, 0), (self.b, self.q_block, self.h * self.g, dim))
-        block = block * self.spec.softmax_scale if scaled and self.prescaled else block
-        return block.swapaxes(1, 2).reshape(*self.n, self.g * self.q_block, dim)
+    def query_head(self, head):
+        """Steps are counted in key heads."""
+        return head * self.g
 
     def keys(self, array: Array, b0, h0, k0) -> Array:
         """A block of key-like rows, ``[n, k, d]``."""
@@ -125,27 +74,6 @@ class Problem:
     def from_keys(self, block: Array) -> Array:
         """``[n, k, d]`` back to ``[b, k, h, d]``."""
         return block.reshape(self.b, self.h, self.kv_block, -1).swapaxes(1, 2)
-
-    def from_rows(self, block: Array) -> Array:
-        """``[n, g*q, d]`` back to ``[b, q, h*g, d]``."""
-        return block.reshape(self.b, self.h * self.g, self.q_block, -1).swapaxes(1, 2)
-
-    def row_slice(self, array: Array, b0, h0, q0) -> Array:
-        """Rows of a ``[B, H, Sq]`` array for the backward, ``[n, 1, g*q]``."""
-        block = load(array, (b0, h0 * self.g, q0), (self.b, self.h * self.g, self.q_block))
-        return block.reshape(*self.n, 1, self.g * self.q_block)
-
-    def sink_state(self, b0, h0, rows) -> tuple[Array, Array]:
-        """Where the running maximum and the denominator start: at the sink, if there is one."""
-        if "softmax_aux" not in self.arrays:
-            return self.full(rows, -jnp.inf), self.zeros(rows)
-        sinks = self.arrays["softmax_aux"].astype(self.acc)
-        block = load(
-            sinks, (b0 if sinks.shape[0] > 1 else 0, h0 * self.g), (min(self.b, sinks.shape[0]), self.h * self.g)
-        )
-        top = jnp.repeat(block.reshape(-1, self.h, self.g), self.q_block, axis=-1)
-        top = self.zeros(rows) + jnp.broadcast_to(top, (self.b, self.h, rows[-1])).reshape(rows)
-        return top, (top > -jnp.inf).astype(self.acc)
 
     def tile(self, array: Array, b0, h0, q0, k0) -> Array:
         """The part of a ``[B|1, H|1, Sq|1, Sk|1]`` array that a step needs, ``[b|1, h|1, g|1, q|1, k|1]``."""
@@ -187,7 +115,7 @@ class Problem:
             column = k0 + jnp.arange(self.kv_block, dtype=jnp.int32)
             seen = (column >= start[q0]) & (column < stop[q0 + self.q_block - 1])
         else:
-            seen = _any(visible, (2, 3))
+            seen = any_visible(visible, (2, 3))
         return self._hide(blocks, jnp.broadcast_to(seen, (self.b, self.h, self.kv_block)))
 
     def hide_queries(self, blocks: tuple[Array, ...], visible: Array, b0, q0) -> tuple[Array, ...]:
@@ -196,7 +124,7 @@ class Problem:
             start, stop = (self._rows_of(jnp.asarray(x), b0, q0) for x in self.intervals)
             seen = start < stop
         else:
-            seen = _any(visible, (4,))
+            seen = any_visible(visible, (4,))
         return self._hide(blocks, jnp.broadcast_to(seen, (self.b, self.h, self.g, self.q_block)))
 
     def _hide(self, blocks: tuple[Array, ...], seen: Array) -> tuple[Array, ...]:
@@ -211,12 +139,8 @@ class Problem:
     def shape_logits(self, s: Array, b0, h0, q0, k0, visible, transposed: bool = False):
         """Scale, cap, bias and mask. In the backward also the slope of the cap, None without one."""
         flip_tile = flip if transposed else (lambda tile: tile)
-        shape, cap, slope = s.shape, self.spec.logits_soft_cap, None
-        if not self.prescaled:
-            s = s * self.spec.softmax_scale
-        if cap is not None:
-            bounded = jnp.tanh(s / cap)
-            s, slope = cap * bounded, 1 - bounded * bounded
+        shape = s.shape
+        s, slope = self.scale_and_cap(s)
         if visible is not None:
             s = s.reshape(self.five_flipped if transposed else self.five)
             if "bias" in self.arrays:
@@ -258,36 +182,6 @@ class Problem:
         return add_block(dbias, block, at)
 
 
-def heads_per_step(batch: int, kv_heads: int, logits: int, wanted: int | None = None) -> tuple[int, int]:
-    """How many batch entries and key heads one step takes, when one of them makes so many logits."""
-    budget = wanted or max(1, LOGITS_PER_STEP // logits)
-    heads = _largest_divisor(kv_heads, budget)
-    return (_largest_divisor(batch, budget // heads) if heads == kv_heads else 1), heads
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return next(d for d in range(max(1, min(number, at_most)), 0, -1) if number % d == 0)
-
-
-def _any(visible: Array, axes: tuple[int, ...]) -> Array:
-    return visible.astype(jnp.float32).max(axes) > 0
-
-
 def flip(tile: Array) -> Array:
     """``[b, h, g, q, k]`` to the backward's ``[b, h, k, g, q]``."""
     return jnp.moveaxis(tile, -1, 2)
-
-
-def add_block(total: Array, block: Array, at) -> Array:
-    """An array with a block added to it."""
-    return store(total, load(total, at, block.shape) + block.astype(total.dtype), at)
-
-
-def load(array: Array, starts, sizes) -> Array:
-    """A block of an array; the indices are int32 whatever JAX's default is."""
-    return lax.dynamic_slice(array, [jnp.int32(s) for s in starts], sizes)
-
-
-def store(array: Array, block: Array, starts) -> Array:
-    """An array with a block replaced."""
-    return lax.dynamic_update_slice(array, block, [jnp.int32(s) for s in starts])
