@@ -11,8 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array
 
-from ejkernel.kernels._xla.primitives import sum_last
-from ejkernel.kernels.common.softmax import softmax_slope
+from ejkernel.kernels.common.softmax import softmax_slope, sum_last
 
 State = tuple[Array, Array, Array]
 

@@ -24,9 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ejkernel.kernels._xla.primitives import sum_last
 from ejkernel.kernels.common.precision import accumulator_dtype
-from ejkernel.kernels.common.softmax import merge, merge_sinks, sink_gradient, softmax_slope
+from ejkernel.kernels.common.softmax import merge, merge_sinks, sink_gradient, softmax_slope, sum_last
 from ejkernel.kernels.common.varying import full_beside, vary_over
 
 KEYS = ("key", "value", "kv_segment_ids")
@@ -54,6 +53,7 @@ class Ring:
 
     @property
     def windowed(self) -> bool:
+        """Whether a sliding window bounds what a query sees."""
         return self.window != (None, None)
 
     @property

