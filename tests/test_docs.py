@@ -79,6 +79,20 @@ def test_generated_pages_are_current():
     assert result.returncode == 0, result.stderr
 
 
+def test_nothing_installs_from_the_package_index():
+    """There the name belongs to another project."""
+    from_index = re.compile(r"pip install(?: -\S+)* ['\"]?ejkernel(?![-\w/])|\bejkernel\[(?:gpu|tpu|lab|torch|test)\b")
+    assert from_index.search("pip install -U 'ejkernel'")
+    assert not from_index.search("pip install dist/ejkernel-0.1.0-py3-none-any.whl")
+    folders = [ROOT / name for name in (".ci", "benchmarks", "docs", "ejkernel", "examples", "tests", "tools")]
+    files = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.iterdir())
+    texts = [
+        path for path in files if path.is_file() and path.suffix not in (".png", ".pyc") and path != Path(__file__)
+    ]
+    assert ROOT / "README.md" in texts
+    assert [str(path.relative_to(ROOT)) for path in texts if from_index.search(path.read_text(errors="ignore"))] == []
+
+
 def test_links_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
