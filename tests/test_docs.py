@@ -58,6 +58,7 @@ def test_readme():
     assert re.sub(r", blocksize_heads=\d+", "", output.getvalue()) == shown
     for command in ("make demo", "make test"):
         assert command in text
+    assert "<!-- devices -->\n|" in text
 
 
 @pytest.mark.parametrize("name", [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)])
