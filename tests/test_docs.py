@@ -43,8 +43,18 @@ def test_custom_kernels_page():
     assert "refused  logits_soft_cap is not supported" in output.getvalue()
     expected = ejkernel.flash_attention(scope["x"], scope["x"], scope["x"])
     assert jnp.allclose(scope["plain"], expected, atol=1e-5)
+    assert jnp.allclose(scope["small_blocks"], expected, atol=1e-5)
     assert scope["grads"].shape == scope["x"].shape
     assert before == (kernel_registry.list_algorithms(), len(kernel_registry.list_implementations("flash_attention")))
+
+
+def test_tuning_page():
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        scope = {}
+        for block in python_blocks(ROOT / "docs" / "tuning.md"):
+            exec(block, scope)
+    assert "gradients of key, query, value" in output.getvalue()
 
 
 def test_readme():
