@@ -104,6 +104,13 @@ def test_nothing_installs_from_the_package_index():
     assert [str(path.relative_to(ROOT)) for path in texts if from_index.search(path.read_text(errors="ignore"))] == []
 
 
+def test_lines_are_short():
+    """Tables excepted: a row cannot be wrapped."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            assert len(line) <= 120 or line.startswith("|"), f"{page.name}:{number} has {len(line)} characters"
+
+
 def test_links_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
