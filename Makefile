@@ -65,3 +65,12 @@ bench: $(VENV)/.test  ## time the XLA kernels beside their peers (torch too, if 
 
 clean:
 	rm -rf $(VENV) .venv-* .cache .pytest_cache .ruff_cache build *.egg-info
+
+$(VENV)/.wheel:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet build
+	@touch $@
+
+.PHONY: wheel
+wheel: $(VENV)/.wheel  ## build the source distribution and the wheel into dist/
+	$(BIN)/python -m build

@@ -1,4 +1,16 @@
-"""The errors of the library: one root, two causes."""
+"""The errors of the library: one root, two causes; and what they say about a missing package."""
+
+
+def how_to_install(extra: str) -> str:
+    """What to run so that the packages of an extra are there.
+
+    It names a clone, because ``ejkernel`` on the package index is another project.
+
+    Example:
+        >>> how_to_install("gpu")
+        "pip install '.[gpu]' in a clone of ejkernel"
+    """
+    return f"pip install '.[{extra}]' in a clone of ejkernel"
 
 
 class EjkernelError(Exception):

@@ -27,14 +27,14 @@ __all__ = ["Pattern", "causal", "global_tokens", "local", "strided"]
 
 
 class Pattern:
-    """A rule for a grid of blocks; ``text`` is how it was written."""
+    """A boolean rule on a grid of blocks; ``text`` is its repr."""
 
     def __init__(self, rule: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray], text: str):
         self._rule = rule
         self._text = text
 
     def __call__(self, nq: int, nk: int) -> np.ndarray:
-        """The mask ``[nq, nk]`` for so many blocks of queries and keys."""
+        """The mask ``[nq, nk]`` for ``nq`` blocks of queries and ``nk`` blocks of keys."""
         nq, nk = _whole("nq", nq, 0), _whole("nk", nk, 0)
         row, column = np.arange(nq)[:, None], np.arange(nk)[None, :]
         return np.broadcast_to(self._rule(row, column, row + nk - nq - column), (nq, nk)).copy()
@@ -92,7 +92,7 @@ def global_tokens(n: int) -> Pattern:
 
 
 def causal() -> Pattern:
-    """No block ahead of the diagonal. Within the diagonal's blocks, ``causal=True`` of the operation hides the rest.
+    """The blocks on and left of the diagonal. ``causal=True`` of the operation masks within the diagonal blocks.
 
     Example:
         >>> causal()(2, 3).astype(int)

@@ -43,8 +43,18 @@ def test_custom_kernels_page():
     assert "refused  logits_soft_cap is not supported" in output.getvalue()
     expected = ejkernel.flash_attention(scope["x"], scope["x"], scope["x"])
     assert jnp.allclose(scope["plain"], expected, atol=1e-5)
+    assert jnp.allclose(scope["small_blocks"], expected, atol=1e-5)
     assert scope["grads"].shape == scope["x"].shape
     assert before == (kernel_registry.list_algorithms(), len(kernel_registry.list_implementations("flash_attention")))
+
+
+def test_tuning_page():
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        scope = {}
+        for block in python_blocks(ROOT / "docs" / "tuning.md"):
+            exec(block, scope)
+    assert "gradients of key, query, value" in output.getvalue()
 
 
 def test_readme():
@@ -58,6 +68,7 @@ def test_readme():
     assert re.sub(r", blocksize_heads=\d+", "", output.getvalue()) == shown
     for command in ("make demo", "make test"):
         assert command in text
+    assert "<!-- devices -->\n|" in text
 
 
 @pytest.mark.parametrize("name", [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)])
@@ -77,6 +88,27 @@ def test_generated_pages_are_current():
         [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_nothing_installs_from_the_package_index():
+    """There the name belongs to another project."""
+    from_index = re.compile(r"pip install(?: -\S+)* ['\"]?ejkernel(?![-\w/])|\bejkernel\[(?:gpu|tpu|lab|torch|test)\b")
+    assert from_index.search("pip install -U 'ejkernel'")
+    assert not from_index.search("pip install dist/ejkernel-0.1.0-py3-none-any.whl")
+    folders = [ROOT / name for name in (".ci", "benchmarks", "docs", "ejkernel", "examples", "tests", "tools")]
+    files = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.iterdir())
+    texts = [
+        path for path in files if path.is_file() and path.suffix not in (".png", ".pyc") and path != Path(__file__)
+    ]
+    assert ROOT / "README.md" in texts
+    assert [str(path.relative_to(ROOT)) for path in texts if from_index.search(path.read_text(errors="ignore"))] == []
+
+
+def test_lines_are_short():
+    """Tables excepted: a row cannot be wrapped."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            assert len(line) <= 120 or line.startswith("|"), f"{page.name}:{number} has {len(line)} characters"
 
 
 def test_links_lead_somewhere():

@@ -312,7 +312,10 @@ def test_a_missing_package_is_one_line(missing):
     script = f"import sys; sys.modules[{missing!r}] = None\nfrom ejkernel.lab.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert result.stderr.strip() == f"ejkernel: the command line needs {missing}: pip install 'ejkernel[lab]'"
+    assert (
+        result.stderr.strip()
+        == f"ejkernel: the command line needs {missing}: pip install '.[lab]' in a clone of ejkernel"
+    )
 
 
 def test_can_write(tmp_path):

@@ -198,7 +198,7 @@ def test_without_transformers(monkeypatch, use):
     unbuilt = config._Unbuilt(hidden_size=640)
     with pytest.raises(ImportError) as error:
         exec(use, {"config": unbuilt, "copy": copy, "pickle": pickle})
-    assert str(error.value) == "a Gemma3TextConfig needs transformers: pip install 'ejkernel[torch]'"
+    assert str(error.value) == "a Gemma3TextConfig needs transformers: pip install '.[torch]' in a clone of ejkernel"
     assert not isinstance(unbuilt, dict)
 
 

@@ -61,7 +61,9 @@ def test_import_loads_neither_torch_nor_transformers():
 
 def test_without_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(extras.MissingPackageError, match=r"needs torch: pip install 'ejkernel\[torch\]'"):
+    with pytest.raises(
+        extras.MissingPackageError, match=r"needs torch: pip install '\.\[torch\]' in a clone of ejkernel"
+    ):
         create_prefill_inputs(1, 2, 3, None, "cpu")
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))  # which imports without torch
     for call in (
@@ -71,14 +73,18 @@ def test_without_torch(monkeypatch):
         lambda: multi_layer_prefill_forward(1, *[None] * 5),
         lambda: multi_layer_decode_forward(1, *[None] * 8),
     ):
-        with pytest.raises(extras.MissingPackageError, match=r"^\w+ needs torch: pip install 'ejkernel\[torch\]'$"):
+        with pytest.raises(
+            extras.MissingPackageError, match=r"^\w+ needs torch: pip install '\.\[torch\]' in a clone of ejkernel$"
+        ):
             call()
 
 
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(extras.MissingPackageError, match=r"needs transformers: pip install 'ejkernel\[torch\]'"):
+    with pytest.raises(
+        extras.MissingPackageError, match=r"needs transformers: pip install '\.\[torch\]' in a clone of ejkernel"
+    ):
         initialize_kv_cache(None, 4)
 
 

@@ -406,7 +406,8 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 def test_plots_without_matplotlib_are_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
-        ImportError, match=r"^drawing the report's plots needs matplotlib: pip install 'ejkernel\[lab\]'$"
+        ImportError,
+        match=r"^drawing the report's plots needs matplotlib: pip install '\.\[lab\]' in a clone of ejkernel$",
     ):
         page.write(little(), tmp_path / "report")
     assert not (tmp_path / "report").exists()

@@ -74,7 +74,7 @@ def test_without_matplotlib(monkeypatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError) as error:
         draw()
-    assert str(error.value) == "a plot needs matplotlib: pip install 'ejkernel[lab]'"
+    assert str(error.value) == "a plot needs matplotlib: pip install '.[lab]' in a clone of ejkernel"
 
 
 # --- with it ------------------------------------------------------------------------------------------------

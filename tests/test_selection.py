@@ -292,7 +292,7 @@ def test_a_package_that_is_missing_is_a_reason(register):
     support = Support(requires=(("no_such_package", "gpu"),))
     register(Platform.TRITON, Backend.ANY, Contract(), priority=9, support=support)
     candidate = next(c for c in explain(FLASH, X, X, X).candidates if c.platform is Platform.TRITON)
-    assert candidate.reasons == ("needs the package no_such_package (pip install 'ejkernel[gpu]')",)
+    assert candidate.reasons == ("needs the package no_such_package (pip install '.[gpu]' in a clone of ejkernel)",)
 
 
 # Combinations, limits that differ from device to device, and libraries

@@ -64,7 +64,7 @@ def test_what_triton_needs_is_named_where_it_is_missing(installed, missing):
     assert triton_of(HALF_X, HALF_X, HALF_X, device="nvidia-h200").verdict != "refused"
     installed.add(missing)
     candidate = triton_of(HALF_X, HALF_X, HALF_X, device="nvidia-h200")
-    assert candidate.reasons == (f"needs the package {missing} (pip install 'ejkernel[gpu]')",)
+    assert candidate.reasons == (f"needs the package {missing} (pip install '.[gpu]' in a clone of ejkernel)",)
     with pytest.raises(UnsupportedError, match=f"needs the package {missing}"), target("nvidia-h200"):
         jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton"), HALF_X)
 

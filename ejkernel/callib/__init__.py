@@ -1,4 +1,4 @@
-"""Calibration: what a chip's memory allows, and the blocks, warps and stages that fit in it."""
+"""Calibration: the shared memory of a chip, and the block sizes, warps and stages that fit into it."""
 
 from ejkernel.callib.calibration import (
     estimate_shared_memory_bytes,

@@ -1,7 +1,7 @@
-"""Heuristics for attention tiles: what is used where nothing was measured.
+"""Heuristics for attention tiles, used where nothing was measured.
 
-They agree with each other. Blocks are picked so that one stage fits in a block's shared memory, and stages so
-that all of them do.
+They are consistent: block sizes are selected so that one stage fits into the shared memory of a CTA, and the number of
+stages so that all of them fit.
 """
 
 import os
@@ -28,7 +28,7 @@ __all__ = [
 Whole = int | np.integer
 
 _LIMIT_VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
-_DEFAULT_LIMIT = 48 * KIB  # what every CUDA device gives without opting in
+_DEFAULT_LIMIT = 48 * KIB  # available to every CUDA kernel without opting in to more
 _ALIGNMENT = 128
 _DOT_SIDE = 16  # the smallest tile side that tensor cores multiply
 _WARP_CHOICES = (4, 8, 16)
@@ -36,9 +36,9 @@ _ACCUMULATORS_PER_WARP = 32 * 128  # 32 lanes with half of their registers for a
 _LIMIT_BY_CAPABILITY = {
     chip.capability: chip.shared_memory_per_block for chip in CHIPS.values() if chip.vendor == "nvidia"
 }
-# Ada's many names: enough to tell its shared memory, not which chip it is.
+# Ada chips that are not in the table: all have the same shared memory.
 _ADA = re.compile(r"\bada\b|\brtx 40\d0\b")
-# Largest (query, key) blocks that pay, by kind of device.
+# Largest useful (query, key) block sizes by kind of device.
 _LARGEST_BLOCKS = {"gpu": (128, 128), "tpu": (256, 512), "cpu": (32, 64)}
 _KIND_OF_PLATFORM = {
     **dict.fromkeys(("gpu", "cuda", "rocm", "triton", "cudnn"), "gpu"),
@@ -61,7 +61,7 @@ def estimate_shared_memory_bytes(
     Example:
         >>> estimate_shared_memory_bytes(128, 256, 64)
         82944
-        >>> estimate_shared_memory_bytes(128, 256, 64, num_stages=3) - 82944  # two more keys and values
+        >>> estimate_shared_memory_bytes(128, 256, 64, num_stages=3) - 82944  # two more stages
         131072
     """
     q_block, kv_block = _positive("q_block", q_block), _positive("kv_block", kv_block)
@@ -73,10 +73,10 @@ def estimate_shared_memory_bytes(
 
 
 def get_shared_memory_limit(device: Any = None) -> int:
-    """The most shared memory one block can use, in bytes. The variable `EJKERNEL_TRITON_SMEM_LIMIT` wins.
+    """The most shared memory a CTA can use, in bytes; the variable `EJKERNEL_TRITON_SMEM_LIMIT` overrides it.
 
-    A GPU that the table does not know is judged by its compute capability, and gets 48 KiB where that says
-    nothing either, as does everything that is not a GPU.
+    For a GPU that is not in the table, the compute capability decides. Where that is unknown too, and for everything
+    that is not a GPU, it is 48 KiB.
 
     Args:
         device: a `jax.Device`, a topology's device, a chip or its slug; None is JAX's default device.
@@ -116,10 +116,10 @@ def select_num_warps(q_block: Whole, kv_block: Whole, head_dim: Whole, dtype: An
 
 
 def select_num_stages(smem_bytes: Whole, *, device: Any = None) -> int:
-    """How many pipeline stages of `smem_bytes` each, 1 to 3, fit in the shared memory of one block.
+    """How many pipeline stages of `smem_bytes` each, 1 to 3, fit into the shared memory of a CTA.
 
     Raises:
-        InvalidInputError: when not even one fits.
+        InvalidInputError: if not even one fits.
 
     Example:
         >>> [select_num_stages(kib * 1024, device="nvidia-h200") for kib in (60, 100, 200)]
@@ -141,15 +141,14 @@ def select_block_sizes(
 ) -> tuple[int, int]:
     """Query and key block sizes for attention: powers of two, no longer than the sequence needs.
 
-    On a GPU they are small enough for its shared memory, as `estimate_shared_memory_bytes` counts it.
+    On a GPU they fit into its shared memory, as estimated by `estimate_shared_memory_bytes`.
 
     Args:
         seq_len: length of the longer sequence.
         head_dim: head dimension.
-        platform: `gpu`, `tpu` or `cpu`, as `get_device_platform` says, or a kernel platform that means one of
-            them.
+        platform: `gpu`, `tpu` or `cpu`, as returned by `get_device_platform`, or the name of a kernel platform.
         dtype: dtype of query, key and value.
-        device: whose shared memory counts (see `get_shared_memory_limit`).
+        device: the device whose shared memory is the limit (see `get_shared_memory_limit`).
 
     Example:
         >>> select_block_sizes(4096, 128, "gpu", device="nvidia-h200"), select_block_sizes(4096, 128, "tpu")
@@ -159,7 +158,7 @@ def select_block_sizes(
     """
     seq_len, head_dim = _positive("seq_len", seq_len), _positive("head_dim", head_dim)
     name = str(getattr(platform, "value", platform)).lower()
-    if name == "pallas":  # for GPUs and TPUs alike: the device tells
+    if name == "pallas":  # Pallas runs on GPUs and TPUs: the device decides
         name = str(getattr(resolve_device(device), "platform", ""))
     kind = _KIND_OF_PLATFORM.get(name)
     if kind is None:
@@ -173,10 +172,10 @@ def select_block_sizes(
     def fits(num_stages: int) -> bool:
         return estimate_shared_memory_bytes(q_block, kv_block, head_dim, dtype, num_stages=num_stages) <= limit
 
-    # A second stage hides the loads, which is worth shorter key blocks, but not tiny ones.
+    # A second stage hides the latency of loads, which is worth shorter key blocks, down to two tensor-core tiles.
     while kv_block > 2 * _DOT_SIDE and not fits(num_stages=2):
         kv_block //= 2
-    # Below 16 a tile only fits by giving up tensor cores; it is there so that something always fits.
+    # Sides below 16 cannot use tensor cores: the last resort for very large head dims.
     while not fits(num_stages=1) and (q_block, kv_block) != (1, 1):
         if q_block > kv_block or kv_block == 1:
             q_block //= 2

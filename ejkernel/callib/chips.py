@@ -1,7 +1,7 @@
-"""The chips the library knows: one table of what their data sheets say, and the way from a JAX device to it.
+"""The known chips with the figures of their data sheets, and the mapping from a JAX device to its chip.
 
-Calibration, kernel selection and the lab's roofline all read this table. It is plain data: importing it
-touches neither JAX nor a device.
+Calibration, kernel selection and the lab's roofline read this table. It is plain data: importing it touches neither JAX
+nor a device.
 """
 
 import re
@@ -19,9 +19,8 @@ TERA = 1e12
 class Chip:
     """One accelerator model.
 
-    Memory is counted as its maker sells it, with a "GB" of 2**30 bytes; bandwidth and peaks are decimal.
-    Peaks are dense: data sheets print twice as much for 2:4 sparsity. A GPU's half-precision peak is the one
-    with float32 accumulation.
+    Memory is the advertised size, with a "GB" of 2**30 bytes; bandwidth and peaks are decimal. Peaks are dense (data
+    sheets print twice as much for 2:4 sparsity), and a GPU's half-precision peak is the one with float32 accumulation.
 
     Attributes:
         slug: the chip's name in this library, such as `nvidia-h200`.
@@ -29,8 +28,8 @@ class Chip:
         vendor: `nvidia`, `amd` or `google`.
         capability: CUDA compute capability times ten (90 is sm_90), the generation of a TPU, 0 for AMD (see
             `arch`).
-        arch: what the compiler calls it: `sm_90`, `gfx942`, `v5e`.
-        shared_memory_per_block: the most shared memory one block can opt in to, in bytes; 0 on a TPU.
+        arch: the compiler's name for it: `sm_90`, `gfx942`, `v5e`.
+        shared_memory_per_block: the most shared memory a CTA can opt in to, in bytes; 0 on a TPU.
         sm_count: streaming multiprocessors, compute units, or a TPU's tensor cores.
         memory_bytes: device memory.
         memory_bandwidth: bytes a second.
@@ -57,7 +56,7 @@ class Chip:
     vmem_bytes: int = 0
 
     def flops(self, dtype: str) -> float | None:
-        """Dense peak for a dtype's name, None where the chip has no such arithmetic.
+        """Dense peak for the name of a dtype, None if the chip does not support it.
 
         Example:
             >>> CHIPS["nvidia-v100"].flops("bfloat16") is None
@@ -153,8 +152,8 @@ _ALL = (
 CHIPS: dict[str, Chip] = {chip.slug: chip for chip in _ALL}
 
 # Matched against the lower-cased name with every run of punctuation turned into one space, so that word
-# boundaries keep A100 from A10, L40 from L4 and H200 from both H20 and GH200. What looks like a model but is
-# another chip (laptop parts, the export versions) must stay unknown: a wrong table is worse than none.
+# boundaries keep A100 from A10, L40 from L4 and H200 from both H20 and GH200. Names that contain a model but mean
+# another chip (laptop parts, export versions) must stay unknown: wrong figures are worse than none.
 _DEVICE_KINDS = tuple(
     (re.compile(pattern), CHIPS[slug])
     for pattern, slug in (
@@ -185,7 +184,7 @@ _DEVICE_KINDS = tuple(
 
 
 def identify(device_kind: str) -> Chip | None:
-    """The chip behind a JAX `device.device_kind` or a slug, None when the table does not know it.
+    """The chip of a JAX `device.device_kind` or a slug, None if it is not in the table.
 
     Example:
         >>> identify("NVIDIA H100 80GB HBM3").slug, identify("TPU v5 lite").slug, identify("nvidia-a10").slug

@@ -1,4 +1,4 @@
-"""From whatever names a device to something with a `platform` and a `device_kind`."""
+"""Resolves devices, chips and their names to objects with a `platform` and a `device_kind`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["DescribedDevice", "compute_capability", "resolve_device"]
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A device that is not there: what a slug such as `nvidia-h200` stands for.
+    """A device that is not present, described by the slug of its chip, such as `nvidia-h200`.
 
     Example:
         >>> resolve_device("nvidia-h200")
@@ -23,9 +23,9 @@ class DescribedDevice:
 
 
 def resolve_device(device: Any = None) -> Any:
-    """The device meant by a `jax.Device`, a topology's device, a chip or its slug, or None for JAX's default.
+    """The device for a `jax.Device`, a topology's device, a chip or its slug, or None for JAX's default.
 
-    `"cpu"` is the host. Only None asks JAX for its devices.
+    `"cpu"` is the host. Only None queries JAX for its devices.
 
     Example:
         >>> resolve_device("tpu-v6e").platform, resolve_device("cpu").platform
@@ -49,7 +49,7 @@ def resolve_device(device: Any = None) -> Any:
 
 
 def compute_capability(device: Any) -> int:
-    """90 for a device that says "9.0"; 0 where it says nothing.
+    """Compute capability times ten, 90 for "9.0"; 0 if the device has none.
 
     Example:
         >>> compute_capability(DescribedDevice("gpu", "nvidia-h200"))
@@ -60,8 +60,8 @@ def compute_capability(device: Any) -> int:
 
 
 def _default_device() -> Any:
-    import jax  # not above: describing a device must not need JAX
+    import jax  # here, so that describing a device does not import JAX
 
     default = jax.config.jax_default_device
-    # Local: what another process holds can be neither measured nor asked for its memory.
+    # Local devices only: those of another process can be neither timed nor asked for memory statistics.
     return jax.local_devices(backend=default)[0] if default is None or isinstance(default, str) else default

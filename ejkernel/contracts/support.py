@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.contracts.device import DeviceInfo
-from ejkernel.errors import InvalidInputError
+from ejkernel.errors import InvalidInputError, how_to_install
 
 
 class Platform(enum.Enum):
@@ -247,7 +247,7 @@ class Support:
         reasons += [f"no gradient for {name}" for name in sorted(request.gradients) if name not in self.gradients]
         for module, extra in self.requires if absent is None else ():
             if importlib.util.find_spec(module) is None:
-                reasons.append(f"needs the package {module} (pip install 'ejkernel[{extra}]')")
+                reasons.append(f"needs the package {module} ({how_to_install(extra)})")
         if self.check is not None and absent is None:
             reasons.append(self.check(request.device))
         return [reason for reason in reasons if reason]

@@ -9,7 +9,7 @@ import sys
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from ejkernel.errors import EjkernelError
+from ejkernel.errors import EjkernelError, how_to_install
 
 FAILED, WRONG, INTERRUPTED = 1, 2, 130
 
@@ -22,7 +22,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer
     except ImportError as error:
-        _stop(f"the command line needs {error.name}: pip install 'ejkernel[lab]'", WRONG)
+        _stop(f"the command line needs {error.name}: {how_to_install('lab')}", WRONG)
     app = _app()
     try:
         code = app(arguments, standalone_mode=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ejkernel.errors import EjkernelError
+from ejkernel.errors import EjkernelError, how_to_install
 
 _EXTRA_OF = {
     "torch": "torch",
@@ -31,4 +31,4 @@ def need(module: str, what: str) -> ModuleType:
     except ImportError as error:
         package = (error.name or module).partition(".")[0]
         extra = _EXTRA_OF.get(module.partition(".")[0], "lab")
-        raise MissingPackageError(f"{what} needs {package}: pip install 'ejkernel[{extra}]'", name=package) from error
+        raise MissingPackageError(f"{what} needs {package}: {how_to_install(extra)}", name=package) from error

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from ejkernel.contracts.device import DeviceInfo, describe
+from ejkernel.errors import how_to_install
 from ejkernel.kernels._triton.call import interpreting
 from ejkernel.kernels.common.varying import vary_over, varying_axes
 from ejkernel.ops.config.context import surroundings
@@ -181,7 +182,7 @@ def _triton_device(array: Array) -> DeviceInfo | None:
     if not interpreting() and device.kind != "gpu":
         return None
     missing = _missing("triton") or (not interpreting() and _missing("jax_triton"))
-    reason = f"{missing} is not installed (pip install 'ejkernel[gpu]')" if missing else None
+    reason = f"{missing} is not installed ({how_to_install('gpu')})" if missing else None
     if device.vendor == "nvidia" and 0 < device.capability < OLDEST:
         reason = f"Triton needs compute capability {OLDEST / 10}, it has {device.capability / 10}"
     if reason is None:

@@ -1,4 +1,4 @@
-"""Arrays, numerics, testing and profiling: what belongs to no operation."""
+"""Helpers for arrays, numerics, testing and profiling that belong to no operation."""
 
 from ejkernel.utils.arrays import chunk_array, unchunk_array
 from ejkernel.utils.numerics import log_sum_exp, safe_divide

@@ -1,4 +1,4 @@
-"""Arguments into arrays and dtypes, with errors that name them."""
+"""Conversion of arguments to arrays and dtypes, with errors that name the argument."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["as_array", "as_dtype"]
 
 
 def as_array(value: Any, name: str) -> Array:
-    """A JAX array of whatever can be one.
+    """A value converted to a JAX array.
 
     Example:
         >>> as_array([1, 2], "x")
@@ -26,7 +26,7 @@ def as_array(value: Any, name: str) -> Array:
 
 
 def as_dtype(dtype: Any, name: str) -> jnp.dtype:
-    """A dtype from its name, its type or itself.
+    """A dtype from its name, its scalar type or a dtype.
 
     Example:
         >>> as_dtype("bfloat16", "dtype")

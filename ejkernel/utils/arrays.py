@@ -1,4 +1,4 @@
-"""Cutting an axis into chunks and joining it again."""
+"""Splitting an axis into chunks, and the inverse."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["chunk_array", "unchunk_array"]
 def chunk_array(
     arr: Shaped[Array | np.ndarray, "..."], chunk_size: int, axis: int = 0, pad_value: Any = 0.0
 ) -> Shaped[Array, "..."]:
-    """The axis as two, `[…, num_chunks, chunk_size, …]`, the last chunk filled up with `pad_value`.
+    """An axis split into `[…, num_chunks, chunk_size, …]`; the last chunk is padded with `pad_value`.
 
     Example:
         >>> chunk_array(jnp.arange(10), 4)
@@ -39,7 +39,7 @@ def chunk_array(
 
 
 def unchunk_array(arr: Shaped[Array | np.ndarray, "..."], original_length: int, axis: int = 0) -> Shaped[Array, "..."]:
-    """The inverse of `chunk_array` with the same `axis`: two axes joined and cut to their original length.
+    """The inverse of `chunk_array` with the same `axis`: two axes joined and cut to the original length.
 
     Example:
         >>> unchunk_array(jnp.array([[0, 1, 2, 3], [4, 5, 0, 0]]), 6)
@@ -48,7 +48,7 @@ def unchunk_array(arr: Shaped[Array | np.ndarray, "..."], original_length: int, 
     arr = as_array(arr, "arr")
     if arr.ndim < 2:
         raise InvalidInputError(f"arr has shape {arr.shape}; expected at least the two axes that chunk_array makes.")
-    # An axis counted from the end is one of the array before it was cut, which had one axis less.
+    # A negative axis counts in the original array, which has one axis fewer.
     axis = _from_the_front(axis, arr.ndim - 1)
     length = arr.shape[axis] * arr.shape[axis + 1]
     is_int = isinstance(original_length, int | np.integer) and not isinstance(original_length, bool)

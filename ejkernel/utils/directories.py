@@ -1,4 +1,4 @@
-"""Where the package keeps files of the user's."""
+"""The directory for what is stored per user."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import platformdirs
 
 
 def cache_directory() -> Path:
-    """``EJKERNEL_CACHE_DIR``, else the platform's cache directory of the user."""
+    """``EJKERNEL_CACHE_DIR``, else the user's cache directory of the platform."""
     return Path(os.environ.get("EJKERNEL_CACHE_DIR") or platformdirs.user_cache_dir("ejkernel", appauthor=False))

@@ -1,4 +1,4 @@
-"""Arithmetic that stays finite where it can."""
+"""Arithmetic that avoids overflow and division by zero."""
 
 import math
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ def log_sum_exp(
 ) -> Inexact[Array, "..."]:
     """`log(sum(exp(x)))` without overflow.
 
-    Nothing to sum, or only -inf, gives -inf (with gradient 0); any +inf gives +inf. Half
-    precision is summed in float32; the result has the input's dtype.
+    An empty sum, or one of -inf only, gives -inf (with gradient 0); any +inf gives +inf. Half precision is summed in
+    float32; the result has the input's dtype.
 
     Example:
         >>> round(float(log_sum_exp(jnp.array([1000.0, 1001.0, 1002.0]))), 3)
@@ -38,11 +38,11 @@ def log_sum_exp(
     largest = jax.lax.stop_gradient(jnp.max(wide, axis=axis, keepdims=True, initial=-jnp.inf))
     finite = jnp.isfinite(largest)
     shifted = wide - jnp.where(finite, largest, 0)
-    # The largest terms are counted and the rest added to them by log1p: near 0 a sum would round the rest away.
+    # The maximal terms are counted and the others enter through log1p: added to 1 they would be rounded away.
     top = finite & (wide == largest)
     count = jnp.maximum(jnp.sum(top, axis=axis, keepdims=True, dtype=wide.dtype), 1)
     rest = jnp.sum(jnp.where(top, 0, jnp.exp(shifted)), axis=axis, keepdims=True)
-    # A top term is 1 whatever its value, but its gradient is not 0: it joins the sum as exp(0) - 1.
+    # Counting drops the gradient of the maximal terms; expm1(0) = 0 adds it without changing the value.
     rest = rest + jnp.sum(jnp.where(top, jnp.expm1(shifted), 0), axis=axis, keepdims=True)
     known = jnp.log1p(jnp.where(finite, rest, 0) / count) + jnp.log(count) + largest
     result = jnp.where(finite, known, largest).astype(dtype)
@@ -62,9 +62,9 @@ def safe_divide(
     denominator: Shaped[AnyArray, "..."] | np.number | float | int,
     min_denominator: float | int = 1e-10,
 ) -> Inexact[Array, "..."]:
-    """`numerator / denominator`, with a denominator nearer to zero than `min_denominator` moved out to it.
+    """`numerator / denominator`, with the magnitude of the denominator bounded below by `min_denominator`.
 
-    It keeps its sign. The bound is never below the smallest normal number of the dtype: it must not vanish.
+    The sign is kept. The bound is at least the smallest normal number of the dtype, so that it does not underflow.
 
     Example:
         >>> safe_divide(jnp.array([1.0, 1.0]), jnp.array([-2.0, 0.5]))
@@ -87,6 +87,6 @@ def safe_divide(
         raise InvalidInputError(f"numerator and denominator are {dtype}; expected real numbers.")
     denominator = denominator.astype(dtype)
     bound = jnp.asarray(max(min_denominator, float(jnp.finfo(dtype).smallest_normal)), dtype)
-    # A constant where the bound holds: the gradient there is 0, where that of a maximum would be inf * 0.
+    # A constant where the bound applies, so the gradient there is 0; that of a maximum would be inf * 0.
     moved = jax.lax.stop_gradient(jnp.copysign(bound, denominator))
     return numerator.astype(dtype) / jnp.where(jnp.abs(denominator) < bound, moved, denominator)

@@ -1,4 +1,4 @@
-"""Time and memory, as a device spends them."""
+"""Timing of a block, and memory in use on a device."""
 
 import os
 import time
@@ -35,7 +35,7 @@ class Timing:
         return jax.block_until_ready(out)
 
     def stop(self) -> None:
-        """Hold `elapsed` where it is."""
+        """Stop the clock: `elapsed` no longer changes."""
         self._stop = time.perf_counter()
 
     @property
@@ -48,7 +48,7 @@ class Timing:
 def timer(name: str = "Operation") -> Iterator[Timing]:
     """Time a block and print `NAME took S seconds`.
 
-    JAX returns before the device is done: pass the result through the handle, or only the dispatch is timed.
+    JAX returns before the device has finished: pass the result through the handle, or only the dispatch is timed.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,8 +69,8 @@ def timer(name: str = "Operation") -> Iterator[Timing]:
 def get_memory_usage(device: Any = None) -> dict[str, int]:
     """Memory in bytes: `allocated` to arrays, `reserved` by the allocator, and the `limit`.
 
-    The CPU counts this process's resident memory and the machine's. An accelerator without statistics counts
-    the arrays that live on it and the limit of its data sheet; what nobody knows is 0.
+    On a CPU these are the resident memory of the process and the memory of the machine. For an accelerator without
+    memory statistics they are the size of its live arrays and the memory of its data sheet; unknown values are 0.
 
     Args:
         device: a `jax.Device`; None is JAX's default device.
@@ -112,7 +112,7 @@ def _live_bytes(device: Any) -> int:
 
 def _resident_bytes() -> int:
     try:
-        import psutil  # optional, and the only portable way to the present rather than the highest size
+        import psutil  # optional; the only portable source of the current rather than the peak size
     except ImportError:
         return _resident_bytes_from_proc()
     return psutil.Process().memory_info().rss

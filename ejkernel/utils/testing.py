@@ -1,4 +1,4 @@
-"""Comparing arrays, and inputs that are worth comparing on."""
+"""Comparison of arrays, and random inputs for attention."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ def assert_allclose(
 ) -> None:
     """Raise unless `|actual - expected| ≤ atol + rtol · |expected|` everywhere and the shapes are equal.
 
-    Takes whatever numpy can make an array of, of any dtype: it compares in float64, where integers neither
-    wrap nor round. Infinities are close to themselves only.
+    Takes anything that numpy can convert to an array. Compares in float64 (64-bit integers: in long double), so that
+    integers neither wrap nor round. Infinities are close only to themselves.
 
     Raises:
-        AssertionError: with the worst place and how many places differ.
+        AssertionError: with the number of elements that differ, and the position of the largest difference.
 
     Example:
         >>> assert_allclose(jnp.array([1.0, 2.0]), [1.0, 2.0])
@@ -48,7 +48,7 @@ def assert_allclose(
         return
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.where(differ, np.abs(left - right), 0)
-    distance = np.where(np.isnan(distance), np.inf, distance)  # a NaN on one side is as far off as can be
+    distance = np.where(np.isnan(distance), np.inf, distance)  # a NaN on one side counts as the largest difference
     worst = np.unravel_index(int(np.argmax(distance)), distance.shape)
     raise AssertionError(
         f"{int(differ.sum())} of {differ.size} elements differ (rtol={rtol}, atol={atol}).\n"
@@ -70,12 +70,12 @@ def generate_attention_inputs(
     kv_seq_len: int | None = None,
     scale: float | int = 1.0,
 ) -> dict[str, Float[Array, "batch length heads head_dim"]]:
-    """Random query, key and value: normal numbers times `scale`, 1 of which makes the softmax far from flat.
+    """Random query, key and value: normal numbers times `scale`; with 1 the softmax is far from uniform.
 
     Args:
         batch_size: number of sequences.
-        seq_len: length of the query, and of key and value unless `kv_seq_len` says otherwise.
-        num_heads: heads of the query, and of key and value unless `num_kv_heads` says otherwise.
+        seq_len: length of the query, and of key and value unless `kv_seq_len` is given.
+        num_heads: heads of the query, and of key and value unless `num_kv_heads` is given.
         head_dim: size of a head.
         dtype: dtype of all three.
         key: random key; `jax.random.PRNGKey(0)` by default.
@@ -114,6 +114,6 @@ def generate_attention_inputs(
 def _widened(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "c":
         return array.astype(np.complex128)
-    # Only these are exact for some integers that float64 rounds.
+    # A long double is exact for the 64-bit integers that float64 rounds.
     wide = np.longdouble if array.dtype.kind in "iu" and array.dtype.itemsize == 8 else np.float64
     return array.astype(wide)

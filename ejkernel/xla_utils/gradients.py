@@ -1,4 +1,4 @@
-"""The precision of gradients."""
+"""The dtype of gradients."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ __all__ = ["identity_dtype_convert"]
 
 
 def identity_dtype_convert(dtype: DTypeLike) -> Callable[[PyTree], PyTree]:
-    """An identity whose gradient is rounded to `dtype` on its way back, and keeps the input's dtype.
+    """An identity whose gradient is rounded to `dtype` in the backward pass, and keeps the input's dtype.
 
     Example:
         >>> through_bf16 = identity_dtype_convert(jnp.bfloat16)
@@ -27,7 +27,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[PyTree], PyTree]:
     return _identity(target)
 
 
-@functools.cache  # one function a dtype, so that jit finds what it has compiled
+@functools.cache  # one function per dtype, so that jit's cache is hit
 def _identity(dtype: jnp.dtype) -> Callable[[PyTree], PyTree]:
     def rounded(cotangent):
         if cotangent.dtype == jax.dtypes.float0:  # the input was an integer

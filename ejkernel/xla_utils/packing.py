@@ -1,8 +1,8 @@
-"""Packed sequences: many of different lengths, one after the other in a single axis.
+"""Packed sequences: sequences of different lengths, concatenated along one axis.
 
-Their offsets, `cu_seqlens`, are `[0, len_0, len_0 + len_1, …]`: one more than there are sequences, any of
-which may be empty. Under `jit` the values of the offsets are not known, so the length of a result must be
-given; places past the last sequence are then -1 (or 0 where data is moved).
+Their offsets, `cu_seqlens`, are `[0, len_0, len_0 + len_1, …]`: one more than there are sequences, which may be empty.
+Under `jit` the values of the offsets are unknown, so the length of a result must be given; positions past the last
+sequence are then -1, or 0 in packed data.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def prepare_lens(cu_seqlens: Int[AnyArray, " offsets"]) -> Int[Array, " offsets-
 
 
 def prepare_lens_from_mask(mask: Shaped[AnyArray, "batch seq_len"]) -> Int[Array, " batch"]:
-    """Number of non-zero places in each row of a mask of any dtype.
+    """Number of non-zero elements in each row of a mask of any dtype.
 
     Example:
         >>> prepare_lens_from_mask(jnp.array([[1, 1, 1, 0], [1, 1, 0, 0]]))
@@ -84,7 +84,7 @@ def prepare_cu_seqlens_from_mask(
 
 
 def cu_seqlens_from_lens(lens: Int[AnyArray, " batch"], out_dtype: DTypeLike | None = None) -> Int[Array, " batch+1"]:
-    """Offsets of sequences of these lengths, in their dtype unless another is asked for.
+    """Offsets of sequences of these lengths, in the dtype of `lens` unless `out_dtype` is given.
 
     Example:
         >>> cu_seqlens_from_lens(jnp.array([3, 0, 2]))
@@ -105,7 +105,7 @@ def cu_seqlens_from_lens(lens: Int[AnyArray, " batch"], out_dtype: DTypeLike | N
 def prepare_sequence_ids(
     cu_seqlens: Int[AnyArray, " offsets"], total_length: int | None = None
 ) -> Int[Array, " total_tokens"]:
-    """For every token the number, from 0, of its sequence.
+    """The index of each token's sequence.
 
     Args:
         cu_seqlens: offsets of the sequences.
@@ -122,7 +122,7 @@ def prepare_sequence_ids(
 def prepare_position_ids(
     cu_seqlens: Int[AnyArray, " offsets"], total_length: int | None = None
 ) -> Int[Array, " total_tokens"]:
-    """For every token its place, from 0, in its sequence.
+    """The position of each token in its sequence.
 
     Args:
         cu_seqlens: offsets of the sequences.
@@ -140,7 +140,7 @@ def prepare_position_ids(
 def prepare_token_indices(
     cu_seqlens: Int[AnyArray, " offsets"], total_length: int | None = None
 ) -> Int[Array, "total_tokens 2"]:
-    """For every token the pair (sequence, place in it).
+    """The pair (sequence, position in it) of each token.
 
     Args:
         cu_seqlens: offsets of the sequences.
@@ -155,7 +155,7 @@ def prepare_token_indices(
 
 
 def prepare_chunk_offsets(cu_seqlens: Int[AnyArray, " offsets"], chunk_size: int) -> Int[Array, " offsets"]:
-    """Offsets in chunks rather than tokens, every sequence beginning a new chunk.
+    """Offsets in chunks instead of tokens; every sequence starts a new chunk.
 
     Example:
         >>> prepare_chunk_offsets(jnp.array([0, 5, 5, 9]), chunk_size=4)
@@ -164,18 +164,18 @@ def prepare_chunk_offsets(cu_seqlens: Int[AnyArray, " offsets"], chunk_size: int
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | np.integer) or chunk_size <= 0:
         raise InvalidInputError(f"chunk_size is {chunk_size!r}; expected a positive int.")
     lens = prepare_lens(cu_seqlens)
-    # A chunk longer than the dtype can say is as good as one of its longest.
+    # A chunk size above the dtype's largest value has the same effect as that value.
     return cu_seqlens_from_lens(cdiv(lens, min(int(chunk_size), jnp.iinfo(lens.dtype).max)))
 
 
 def prepare_chunk_indices(
     cu_seqlens: Int[AnyArray, " offsets"], chunk_size: int, total_chunks: int | None = None
 ) -> Int[Array, "total_chunks 2"]:
-    """For every chunk the pair (sequence, number of the chunk in it).
+    """The pair (sequence, index of the chunk in it) of each chunk.
 
     Args:
         cu_seqlens: offsets of the sequences.
-        chunk_size: tokens in a chunk; a sequence's last may have fewer.
+        chunk_size: tokens per chunk; the last chunk of a sequence may have fewer.
         total_chunks: number of chunks, needed under `jit`; those past the last get (-1, -1).
 
     Example:
@@ -193,10 +193,10 @@ def pack(
     lens: Int[AnyArray, " batch"],
     total_length: int | None = None,
 ) -> tuple[Shaped[Array, " total_tokens *features"], Int[Array, " batch+1"]]:
-    """Padded rows to packed tokens.
+    """Padded rows converted to packed tokens.
 
     Args:
-        padded: `[batch, seq_len, …]`; what lies past a row's length is not read.
+        padded: `[batch, seq_len, …]`; elements past a row's length are ignored.
         lens: length of each row.
         total_length: number of tokens, needed under `jit`; those past the last sequence are 0.
 
@@ -230,12 +230,12 @@ def unpack(
     cu_seqlens: Int[AnyArray, " offsets"],
     max_length: int | None = None,
 ) -> Shaped[Array, "offsets-1 max_length *features"]:
-    """Packed tokens to padded rows, zeros past each sequence's end: the inverse of `pack`.
+    """Packed tokens converted to padded rows, zeros past each sequence's end: the inverse of `pack`.
 
     Args:
         packed: `[total_tokens, …]`.
         cu_seqlens: offsets of the sequences.
-        max_length: length of the rows, needed under `jit`; the longest sequence's by default.
+        max_length: length of the rows, needed under `jit`; by default that of the longest sequence.
 
     Example:
         >>> unpack(jnp.array([1, 2, 3]), jnp.array([0, 2, 3]))
@@ -263,13 +263,13 @@ def _zero_where_not(keep: Array, values: Array) -> Array:
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
-# Up to as many sequences, every token is compared with every end: one small kernel instead of a scatter and a running sum,
-# which are six on a GPU, one after another.
+# Up to this many sequences, every token is compared with every end: one small kernel, where a scatter and a cumulative
+# sum are six sequential kernels on a GPU.
 FEW = 64
 
 
 def _sequence_ids(offsets: Array, total: int) -> Array:
-    # A token's sequence is the number of sequences that end at or before it, which counts empty ones right.
+    # A token's sequence is the number of sequences that end at or before it, which is right for empty ones too.
     # Indices narrower than int32 overflow in JAX's own arithmetic.
     ends, place = offsets[1:].astype(jnp.promote_types(offsets.dtype, jnp.int32)), jnp.arange(total)
     if ends.size <= FEW:
@@ -312,7 +312,7 @@ def _as_offsets(cu_seqlens: Any) -> Array:
 
 
 def _on_host(values: Any) -> np.ndarray | None:
-    """The values, None where traced. Asked of arguments only: inside `jit`, what JAX computes is traced."""
+    """The values on the host, None if traced. For arguments only: inside `jit` every computed array is traced."""
     return None if isinstance(values, jax.core.Tracer) else np.asarray(values)
 
 
@@ -330,7 +330,7 @@ def _last_offset(cu_seqlens: Any) -> int | None:
 
 
 def _static_size(size: Any, needed: int | None, name: str, function: Callable) -> int:
-    """The size asked for, or else the one needed, which is None where the values are traced."""
+    """The requested size, else the needed one, which is None if the values are traced."""
     if size is None:
         if needed is None:
             raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""Segment ids: attention masks of linear size. A query sees its own segment's keys; ids ≤ 0 are padding."""
+"""Segment ids: attention masks of linear size. A query attends to the keys of its segment; ids ≤ 0 are padding."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def segment_ids_to_mask(
     dtype: DTypeLike = jnp.bool_,
     return_separate_masks: bool = False,
 ) -> Shaped[Array, "..."] | tuple[Shaped[Array, "..."], Shaped[Array, "..."], Shaped[Array, "..."]]:
-    """The attention mask `[batch, q_len, kv_len]` that segment ids stand for.
+    """The attention mask `[batch, q_len, kv_len]` that segment ids describe.
 
     Args:
         segment_ids: ids for self-attention, or a pair for queries and keys.
@@ -78,22 +78,20 @@ def mask_to_segment_ids(
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
     """The segment ids that give this mask: 1, 2, … in order of first appearance, -1 for padding.
 
-    The inverse of `segment_ids_to_mask`. Under `jit` nothing can be checked, and a mask that segments cannot
-    express gives ids that stand for another one.
+    The inverse of `segment_ids_to_mask`. A traced mask cannot be checked: if segments cannot express it, the ids
+    describe another mask.
 
     Args:
         mask: `[q_len, kv_len]`, `[batch, q_len, kv_len]` or `[batch, heads, q_len, kv_len]`; non-zero =
             attend.
-        per_head: keep the heads of a 4-D mask apart; otherwise they must be equal.
-        check: prove that the ids give the mask back, where its values are known.
+        per_head: return ids for each head of a 4-D mask; otherwise the heads must be equal.
+        check: verify that the ids reproduce the mask, if it is concrete.
 
     Returns:
-        Query ids and key ids, shaped as the mask without its last or its last but one axis (and without
-        heads).
+        Query ids and key ids, shaped as the mask without its last and its last but one axis (and without heads).
 
     Raises:
-        InvalidInputError: where segments cannot express the mask, because two queries share some keys and not
-            others.
+        InvalidInputError: if segments cannot express the mask, because two queries share some but not all keys.
 
     Example:
         >>> mask_to_segment_ids(jnp.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]]))
@@ -127,9 +125,8 @@ def _same_segment(q_ids: Array, kv_ids: Array) -> Array:
 
 @jax.jit
 def _link_ids(mask: Array) -> tuple[Array, Array]:
-    # Where segments express the mask, two rows are equal as soon as they share one key. So a row's segment is
-    # found by its first key, and that key's first row is the segment's first: two reductions, no row is
-    # compared to another.
+    # If segments express the mask, two rows that share one key are equal. So the first key of a row identifies its
+    # segment, and the first row of that key is the first of the segment: two reductions, without comparing rows.
     *_, q_len, kv_len = mask.shape
     if mask.size == 0:
         return jnp.full(mask.shape[:-1], -1, jnp.int32), jnp.full((*mask.shape[:-2], kv_len), -1, jnp.int32)
@@ -146,7 +143,7 @@ def _link_ids(mask: Array) -> tuple[Array, Array]:
 
 @jax.jit
 def _rows_given_back(mask: Array, q_ids: Array, kv_ids: Array) -> Array:
-    # A float mask must hold 0 and 1: an additive one, 0 and -inf, says the opposite.
+    # A float mask must hold 0 and 1: in an additive one, 0 means attend.
     attend = mask if jnp.issubdtype(mask.dtype, jnp.floating) else mask != 0
     return jnp.all(attend == _same_segment(q_ids, kv_ids), axis=-1)
 

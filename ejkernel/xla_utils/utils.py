@@ -1,4 +1,4 @@
-"""Every name of `ejkernel.xla_utils`, at the module path of the documentation."""
+"""Every name of `ejkernel.xla_utils`, at the documented module path."""
 
 from ejkernel.xla_utils.gradients import identity_dtype_convert
 from ejkernel.xla_utils.packing import (
