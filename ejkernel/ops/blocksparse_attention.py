@@ -29,9 +29,9 @@ from ejkernel.ops.attention import (
     statistics_dtype,
     window_words,
 )
-from ejkernel.ops.core.checks import concrete
 from ejkernel.ops.core.operation import AnyArray, Operation
 from ejkernel.utils.integers import power_of_two
+from ejkernel.utils.values import concrete
 
 _check = AttentionChecker("blocksparse_attention")
 

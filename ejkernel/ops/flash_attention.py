@@ -27,9 +27,10 @@ from ejkernel.ops.attention import (
     visible_pairs,
     window_words,
 )
-from ejkernel.ops.core.checks import concrete, is_array
+from ejkernel.ops.core.checks import is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
 from ejkernel.utils.integers import power_of_two
+from ejkernel.utils.values import concrete
 from ejkernel.xla_utils import prepare_sequence_ids
 
 _check = AttentionChecker("flash_attention")

@@ -20,9 +20,10 @@ from ejkernel.contracts.params import FwdParams
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.attention import AttentionChecker, joined_sinks, nbytes, statistics_dtype, window_words
-from ejkernel.ops.core.checks import concrete, is_array
+from ejkernel.ops.core.checks import is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
 from ejkernel.utils.integers import power_of_two
+from ejkernel.utils.values import concrete
 
 # Cache dtypes that may stand beside a query of another dtype, and the feature each one asks of a kernel.
 NARROW_CACHES = {"int8": "int8_cache", "float8_e4m3fn": "fp8_cache", "float8_e5m2": "fp8_cache"}

@@ -16,6 +16,7 @@ from jaxtyping import DTypeLike, Int, Integer, Shaped
 
 from ejkernel.errors import InvalidInputError
 from ejkernel.utils.arguments import as_array, as_dtype
+from ejkernel.utils.values import concrete
 
 __all__ = [
     "cdiv",
@@ -91,7 +92,7 @@ def cu_seqlens_from_lens(lens: Int[AnyArray, " batch"], out_dtype: DTypeLike | N
         Array([0, 3, 3, 5], dtype=int32)
     """
     vector = _as_signed_vector(lens, "lens")
-    host, lens = _on_host(lens), vector
+    host, lens = _on_host(lens, needed=False), vector
     dtype = lens.dtype if out_dtype is None else as_dtype(out_dtype, "out_dtype")
     if not jnp.issubdtype(dtype, jnp.integer):
         raise InvalidInputError(f"out_dtype is {dtype}; expected an integer dtype, since offsets are.")
@@ -115,7 +116,7 @@ def prepare_sequence_ids(
         >>> prepare_sequence_ids(jnp.array([0, 3, 3, 5]), total_length=6)
         Array([ 0,  0,  0,  2,  2, -1], dtype=int32)
     """
-    total = _static_size(total_length, _last_offset(cu_seqlens), "total_length", prepare_sequence_ids)
+    total = _total(cu_seqlens, total_length, prepare_sequence_ids)
     return _sequence_ids(_as_offsets(cu_seqlens), total)
 
 
@@ -132,7 +133,7 @@ def prepare_position_ids(
         >>> prepare_position_ids(jnp.array([0, 3, 5]))
         Array([0, 1, 2, 0, 1], dtype=int32)
     """
-    total = _static_size(total_length, _last_offset(cu_seqlens), "total_length", prepare_position_ids)
+    total = _total(cu_seqlens, total_length, prepare_position_ids)
     offsets = _as_offsets(cu_seqlens)
     return _position_ids(offsets, _sequence_ids(offsets, total))
 
@@ -150,7 +151,7 @@ def prepare_token_indices(
         >>> prepare_token_indices(jnp.array([0, 2, 3])).tolist()
         [[0, 0], [0, 1], [1, 0]]
     """
-    total = _static_size(total_length, _last_offset(cu_seqlens), "total_length", prepare_token_indices)
+    total = _total(cu_seqlens, total_length, prepare_token_indices)
     return _token_indices(_as_offsets(cu_seqlens), total)
 
 
@@ -183,7 +184,7 @@ def prepare_chunk_indices(
         [[0, 0], [0, 1], [2, 0]]
     """
     chunk_offsets = prepare_chunk_offsets(cu_seqlens, chunk_size)
-    host = _offsets_on_host(cu_seqlens)
+    host = _offsets_on_host(cu_seqlens, needed=total_chunks is None)
     needed = None if host is None else int(np.sum(cdiv(np.diff(host), int(chunk_size))))
     return _token_indices(chunk_offsets, _static_size(total_chunks, needed, "total_chunks", prepare_chunk_indices))
 
@@ -208,7 +209,8 @@ def pack(
         (Array([1, 2, 3], dtype=int32), Array([0, 2, 3], dtype=int32))
     """
     vector = _as_signed_vector(lens, "lens")
-    host, padded, lens = _on_host(lens), as_array(padded, "padded"), vector
+    host = _on_host(lens, needed=total_length is None)
+    padded, lens = as_array(padded, "padded"), vector
     if padded.ndim < 2 or padded.shape[0] != lens.shape[0]:
         raise InvalidInputError(
             f"padded has shape {padded.shape} and lens {lens.shape}; expected [batch, seq_len, …], [batch]."
@@ -242,7 +244,7 @@ def unpack(
         Array([[1, 2],
                [3, 0]], dtype=int32)
     """
-    host = _offsets_on_host(cu_seqlens)
+    host = _offsets_on_host(cu_seqlens, needed=max_length is None)
     packed, offsets = as_array(packed, "packed"), _as_offsets(cu_seqlens)
     if packed.ndim == 0:
         raise InvalidInputError("packed is a scalar; expected [total_tokens, …].")
@@ -311,22 +313,28 @@ def _as_offsets(cu_seqlens: Any) -> Array:
     return offsets
 
 
-def _on_host(values: Any) -> np.ndarray | None:
-    """The values on the host, None if traced. For arguments only: inside `jit` every computed array is traced."""
-    return None if isinstance(values, jax.core.Tracer) else np.asarray(values)
+def _on_host(values: Any, needed: bool) -> np.ndarray | None:
+    """The values on the host, None if traced; where they are not needed but checked, only if that costs no copy.
+
+    For arguments only: inside `jit` every computed array is traced.
+    """
+    if isinstance(values, jax.core.Tracer):
+        return None
+    return np.asarray(values) if needed or not isinstance(values, jax.Array) else concrete(values)
 
 
-def _offsets_on_host(cu_seqlens: Any) -> np.ndarray | None:
+def _offsets_on_host(cu_seqlens: Any, needed: bool) -> np.ndarray | None:
     _as_offsets(cu_seqlens)
-    host = _on_host(cu_seqlens)
+    host = _on_host(cu_seqlens, needed)
     if host is not None and (host[0] != 0 or np.any(host[1:] < host[:-1])):
         raise InvalidInputError(f"cu_seqlens is {host}; expected offsets that begin with 0 and never fall.")
     return host
 
 
-def _last_offset(cu_seqlens: Any) -> int | None:
-    host = _offsets_on_host(cu_seqlens)
-    return None if host is None else int(host[-1])
+def _total(cu_seqlens: Any, total_length: int | None, function: Callable) -> int:
+    """The requested length of the packed axis, else the last offset."""
+    host = _offsets_on_host(cu_seqlens, needed=total_length is None)
+    return _static_size(total_length, None if host is None else int(host[-1]), "total_length", function)
 
 
 def _static_size(size: Any, needed: int | None, name: str, function: Callable) -> int:

@@ -20,6 +20,7 @@ from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.utils.fingerprint import stable_json
 from ejkernel.utils.directories import cache_directory
 from ejkernel.utils.integers import power_of_two
+from ejkernel.utils.values import is_set
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,6 @@ def environment() -> tuple[str | None, ...]:
     """The variables that change what is chosen; part of the key of everything that is cached."""
     names = ("EJKERNEL_AUTOTUNE", "EJKERNEL_CACHE_DIR", "EJKERNEL_NONDETERMINISTIC")
     return tuple(os.environ.get(name) for name in names)
-
-
-def is_set(name: str) -> bool:
-    """Whether a variable of the environment asks for something."""
-    return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def tuning_asked() -> bool:

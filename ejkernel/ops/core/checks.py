@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import InvalidInputError
-from ejkernel.ops.config.chain import is_set
 
 
 def words(value: Any) -> str:
@@ -32,20 +31,6 @@ def is_array(value: Any) -> bool:
 def is_concrete(value: Any) -> bool:
     """Whether a value is a JAX array with values, not a tracer."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-
-
-def concrete(value: Any) -> np.ndarray | None:
-    """The values of an array where reading them costs no copy from a device: numpy's, and those on a CPU.
-
-    With ``EJKERNEL_CHECK_VALUES=1`` those on an accelerator too.
-    """
-    if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct) or not is_array(value):
-        return None
-    if isinstance(value, jax.Array):
-        on_host = all(device.platform == "cpu" for device in value.devices())
-        if not value.is_fully_addressable or not (on_host or is_set("EJKERNEL_CHECK_VALUES")):
-            return None
-    return np.asarray(value)
 
 
 class Checker:
