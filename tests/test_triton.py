@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tolerances import assert_close
 
-from ejkernel import Platform, explain, flash_attention, target
+from ejkernel import BwdParams, FwdParams, Platform, explain, flash_attention, target
 from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.device import describe
 from ejkernel.kernels._triton import cache, probe
@@ -151,7 +151,8 @@ def described(features, dim, dtype, value_dim=None):
 class Launch:
     """One call of ``call``, as the module makes it."""
 
-    def __init__(self, kernel, arrays, scalars, outputs, *, programs, constants, num_warps, num_stages):
+    def __init__(self, kernel, arrays, scalars, outputs, *, programs, constants, num_warps, num_stages, device):
+        assert device is not None
         self.kernel, self.scalars, self.constants = kernel, scalars, constants
         self.dtypes = [x.dtype for x in arrays], [x.dtype for x in outputs]
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -179,8 +180,8 @@ class Launch:
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "uint8": "u8"}
 
 
-def launches(chip, options):
-    """``{kernel: [launch]}`` of the forward and of the backward that wants every gradient, with default parameters."""
+def launches(chip, options, fwd=None, bwd=None):
+    """``{kernel: [launch]}`` of the forward and of the backward that wants every gradient, by default with default parameters."""
     call, device = bound(**options)[0], describe(chip)
     made = []
 
@@ -189,17 +190,16 @@ def launches(chip, options):
         return [jnp.zeros(like.shape, like.dtype) for like in args[3]]
 
     fwd, bwd = (
-        flash.TritonFlashAttention.defaults(call.shapes, call.spec, device, direction)
-        for direction in ("forward", "backward")
+        given or flash.TritonFlashAttention.defaults(call.shapes, call.spec, device, direction)
+        for direction, given in (("forward", fwd), ("backward", bwd))
     )
     wanted = frozenset(OPERATION.gradients) & call.shapes.keys()
     original, flash.call = flash.call, recorded
     try:
-        with target(chip):
-            out, lse = jax.eval_shape(lambda x: flash.forward(x, call.spec, fwd), call.shapes)
-            jax.eval_shape(
-                lambda x, *rest: flash.backward(x, call.spec, bwd, *rest, wanted), call.shapes, out, lse, out, lse
-            )
+        out, lse = jax.eval_shape(lambda x: flash.forward(x, call.spec, fwd, device=device), call.shapes)
+        jax.eval_shape(
+            lambda x, *rest: flash.backward(x, call.spec, bwd, *rest, wanted, device), call.shapes, out, lse, out, lse
+        )
     finally:
         flash.call = original
     kernels = {}
@@ -308,6 +308,26 @@ def test_offsets_that_grow_with_a_tensor_have_64_bits(kernel):
     assert any(sources(offset) & growing for offset in wide)
     for offset in narrow:
         assert not sources(offset) & growing, offset
+
+
+@pytest.mark.parametrize("sizes", [(None,) * 6, (1, 5, 3, 4, 7, 9), (100, 300, 2**20, 1, 17, 4096)], ids=str)
+@pytest.mark.parametrize("chip", [H200, "amd-mi300x"])
+def test_kernels_are_launched_with_the_effective_parameters(chip, sizes):
+    q, kv, warps, stages, m, n = sizes
+    fwd = FwdParams(q_blocksize=q, kv_blocksize=kv, num_warps=warps, num_stages=stages)
+    bwd = BwdParams(**fwd.to_dict(), blocksize_m=m, blocksize_n=n)
+    made = launches(chip, described((), 64, "bfloat16"), fwd, bwd)
+    fwd, bwd = (
+        flash.TritonFlashAttention.effective({}, None, params, describe(chip), direction)
+        for params, direction in ((fwd, "forward"), (bwd, "backward"))
+    )
+    for kernel, params in (("forward", fwd), ("backward_keys", bwd)):
+        (launch,) = made[kernel]
+        assert (launch.constants.bm, launch.constants.bn) == (params.q_blocksize, params.kv_blocksize)
+        assert launch.options == {"num_warps": params.num_warps, "num_stages": params.num_stages}
+    (launch,) = made["backward_queries"]
+    assert (launch.constants.bm, launch.constants.bn) == (bwd.blocksize_m, bwd.blocksize_n)
+    assert launch.options["num_warps"] <= (16 if chip.startswith("amd") else 32)
 
 
 # Lowered for a GPU
