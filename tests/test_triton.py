@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tolerances import assert_close
 
-from ejkernel import Platform, explain, flash_attention, target
+from ejkernel import BwdParams, FwdParams, Platform, explain, flash_attention, target
 from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.device import describe
 from ejkernel.kernels._triton import cache, probe
@@ -35,7 +35,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-H200 = "nvidia-h200"
+H200, MI300X = "nvidia-h200", "amd-mi300x"
 # The default blocks were picked with this one; what another compiler spills is not ours to promise.
 PICKED_WITH = "3.6."
 
@@ -151,7 +151,8 @@ def described(features, dim, dtype, value_dim=None):
 class Launch:
     """One call of ``call``, as the module makes it."""
 
-    def __init__(self, kernel, arrays, scalars, outputs, *, programs, constants, num_warps, num_stages):
+    def __init__(self, kernel, arrays, scalars, outputs, *, programs, constants, num_warps, num_stages, device):
+        assert device is not None
         self.kernel, self.scalars, self.constants = kernel, scalars, constants
         self.dtypes = [x.dtype for x in arrays], [x.dtype for x in outputs]
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -179,8 +180,8 @@ class Launch:
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "uint8": "u8"}
 
 
-def launches(chip, options):
-    """``{kernel: [launch]}`` of the forward and of the backward that wants every gradient, with default parameters."""
+def launches(chip, options, fwd=None, bwd=None):
+    """``{kernel: [launch]}`` of the forward and of the backward that wants every gradient, by default with default parameters."""
     call, device = bound(**options)[0], describe(chip)
     made = []
 
@@ -189,17 +190,16 @@ def launches(chip, options):
         return [jnp.zeros(like.shape, like.dtype) for like in args[3]]
 
     fwd, bwd = (
-        flash.TritonFlashAttention.defaults(call.shapes, call.spec, device, direction)
-        for direction in ("forward", "backward")
+        given or flash.TritonFlashAttention.defaults(call.shapes, call.spec, device, direction)
+        for direction, given in (("forward", fwd), ("backward", bwd))
     )
     wanted = frozenset(OPERATION.gradients) & call.shapes.keys()
     original, flash.call = flash.call, recorded
     try:
-        with target(chip):
-            out, lse = jax.eval_shape(lambda x: flash.forward(x, call.spec, fwd), call.shapes)
-            jax.eval_shape(
-                lambda x, *rest: flash.backward(x, call.spec, bwd, *rest, wanted), call.shapes, out, lse, out, lse
-            )
+        out, lse = jax.eval_shape(lambda x: flash.forward(x, call.spec, fwd, device=device), call.shapes)
+        jax.eval_shape(
+            lambda x, *rest: flash.backward(x, call.spec, bwd, *rest, wanted, device), call.shapes, out, lse, out, lse
+        )
     finally:
         flash.call = original
     kernels = {}
@@ -234,10 +234,14 @@ EVERYTHING_PACKED = ("mask", "bias", "segments", "varlen", "sinks", "dropout", "
 ALONE = ((), ("soft_cap",), ("dropout",), ("mask",), ("bias",), ("segments",), ("varlen",), ("sinks", "window"))
 FEW = ((), ("dropout",), ("bias",), EVERYTHING_PACKED)
 KERNELS = ("forward", "backward_keys", "backward_queries", "backward_bias")
+# Every kernel once a vendor, as little and as much as it may be asked for.
+SHORT_GRID = [
+    (chip, *rest) for chip in (H200, MI300X) for rest in ((128, None, ((),)), (64, None, (EVERYTHING_PACKED,)))
+]
 HALF_GRID = [
     *[(H200, dim, None, (*ALONE, EVERYTHING, EVERYTHING_PACKED)) for dim in (64, 128, 256)],
     (H200, 192, 128, FEW),
-    *[(chip, dim, None, FEW) for chip in ("nvidia-a100", "nvidia-b200", "amd-mi300x") for dim in (64, 128, 256)],
+    *[(chip, dim, None, FEW) for chip in ("nvidia-a100", "nvidia-b200", MI300X) for dim in (64, 128, 256)],
     ("nvidia-l4", 128, None, FEW),
 ]
 # At 256 the products outside of the tensor cores hold more than the registers, whatever the tile.
@@ -259,34 +263,44 @@ def over_the_limits(chip, kernel, dim, value_dim, dtype, feature_sets):
                 found.append(
                     f"{'+'.join(features) or 'causal'} {tile}: {spilled} spilled, {shared} bytes of shared memory"
                 )
-    assert count or kernel == "backward_bias"
+    assert count
     return found
 
 
-def named(part):
-    return str(part) if isinstance(part, str | int) else ""
+def compilations_of(*grid):
+    """Parameters of a test: each kernel that a row of the grid launches."""
+    rows = [
+        (*row, kernel) for row in grid for kernel in KERNELS if kernel != "backward_bias" or any(map(has_bias, row[3]))
+    ]
+    ids = ["-".join(str(part) for part in (*row[:3], row[4]) if part is not None) for row in rows]
+    return pytest.mark.parametrize(("chip", "dim", "value_dim", "feature_sets", "kernel"), rows, ids=ids)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    ("chip", "dim", "value_dim", "feature_sets"),
-    HALF_GRID,
-    ids=named,
-)
+def has_bias(features):
+    return "bias" in features
+
+
+@pytest.mark.compiled
+@compilations_of(*SHORT_GRID)
+def test_every_kernel_fits_a_chip(chip, kernel, dim, value_dim, feature_sets):
+    assert over_the_limits(chip, kernel, dim, value_dim, "bfloat16", feature_sets) == []
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@compilations_of(*HALF_GRID)
 def test_default_blocks_fit_the_chip(chip, kernel, dim, value_dim, feature_sets):
     assert over_the_limits(chip, kernel, dim, value_dim, "bfloat16", feature_sets) == []
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    ("chip", "dim", "value_dim", "feature_sets"),
-    FULL_GRID,
-    ids=named,
-)
+@pytest.mark.slow
+@pytest.mark.compiled
+@compilations_of(*FULL_GRID)
 def test_default_blocks_fit_the_chip_in_float32(chip, kernel, dim, value_dim, feature_sets):
     assert over_the_limits(chip, kernel, dim, value_dim, "float32", feature_sets) == []
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_offsets_that_grow_with_a_tensor_have_64_bits(kernel):
     """No offset of a whole tile that has 32 bits was made from a length or a stride."""
@@ -310,12 +324,33 @@ def test_offsets_that_grow_with_a_tensor_have_64_bits(kernel):
         assert not sources(offset) & growing, offset
 
 
+@pytest.mark.parametrize("sizes", [(None,) * 6, (1, 5, 3, 4, 7, 9), (100, 300, 2**20, 1, 17, 4096)], ids=str)
+@pytest.mark.parametrize("chip", [H200, MI300X])
+def test_kernels_are_launched_with_the_effective_parameters(chip, sizes):
+    q, kv, warps, stages, m, n = sizes
+    fwd = FwdParams(q_blocksize=q, kv_blocksize=kv, num_warps=warps, num_stages=stages)
+    bwd = BwdParams(**fwd.to_dict(), blocksize_m=m, blocksize_n=n)
+    made = launches(chip, described((), 64, "bfloat16"), fwd, bwd)
+    fwd, bwd = (
+        flash.TritonFlashAttention.effective({}, None, params, describe(chip), direction)
+        for params, direction in ((fwd, "forward"), (bwd, "backward"))
+    )
+    for kernel, params in (("forward", fwd), ("backward_keys", bwd)):
+        (launch,) = made[kernel]
+        assert (launch.constants.bm, launch.constants.bn) == (params.q_blocksize, params.kv_blocksize)
+        assert launch.options == {"num_warps": params.num_warps, "num_stages": params.num_stages}
+    (launch,) = made["backward_queries"]
+    assert (launch.constants.bm, launch.constants.bn) == (bwd.blocksize_m, bwd.blocksize_n)
+    assert launch.options["num_warps"] <= (16 if chip.startswith("amd") else 32)
+
+
 # Lowered for a GPU
 
 try:
     from jax._src.lib import gpu_triton
 except ImportError:
     gpu_triton = None
+calls = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton")
 lowers = pytest.mark.skipif(
     not hasattr(gpu_triton, "TritonKernel") or importlib.util.find_spec("jax_triton") is None,
     reason="needs jax-triton, and jax-cuda13-plugin for its module _triton",
@@ -329,6 +364,25 @@ def lowered(function, *args, device=H200):
 
 def kernel_calls(text):
     return text.count("@triton_kernel_call")
+
+
+def traced_calls(function, *args, device=H200):
+    """The types of each Triton call's operands; nothing is compiled."""
+    with target(device):
+        jaxpr = jax.make_jaxpr(function)(*args)
+    calls = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if "triton" in eqn.primitive.name:
+                calls.append([x.aval for x in eqn.invars])
+            for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    visit(inner)
+
+    visit(jaxpr.jaxpr)
+    return calls
 
 
 def gradients(names=("query", "key", "value"), **options):
@@ -348,16 +402,15 @@ def split(options):
     return arrays, {name: x for name, x in options.items() if name not in arrays}
 
 
-@lowers
+@calls
 @pytest.mark.parametrize("features", [(), ("mask",), ("varlen",), ("sinks", "dropout"), EVERYTHING], ids="+".join)
 def test_one_kernel_forward_and_two_backward(features):
     arrays, statics = split(described(features, 64, "bfloat16"))
-    forward = lowered(lambda arrays: flash_attention(**arrays, **statics, platform="triton"), arrays)
-    assert kernel_calls(forward) == 1
-    assert kernel_calls(lowered(gradients(**statics), arrays)) == 3
+    assert len(traced_calls(lambda arrays: flash_attention(**arrays, **statics, platform="triton"), arrays)) == 1
+    assert len(traced_calls(gradients(**statics), arrays)) == 3
 
 
-@lowers
+@calls
 @pytest.mark.parametrize(
     ("names", "dim", "count"),
     [
@@ -371,10 +424,11 @@ def test_one_kernel_forward_and_two_backward(features):
 )
 def test_only_wanted_gradients_are_computed(names, dim, count):
     arrays, statics = split(described(("bias",), dim, "bfloat16"))
-    assert kernel_calls(lowered(gradients(names, **statics), arrays)) == count
+    assert len(traced_calls(gradients(names, **statics), arrays)) == count
 
 
 @lowers
+@pytest.mark.compiled
 def test_one_compilation_serves_all_lengths(own_store):
     def files(length):
         x = jax.ShapeDtypeStruct((1, length, 2, 24), jnp.bfloat16)
@@ -387,20 +441,20 @@ def test_one_compilation_serves_all_lengths(own_store):
         assert files(length) == first
 
 
-@lowers
+@calls
 def test_inside_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     function = jax.shard_map(gradients(causal=True), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     x = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
-    text = lowered(function, {"query": x, "key": x, "value": x})
-    assert kernel_calls(text) == 3
-    assert re.search(r"@triton_kernel_call.*tensor<1x256x2x64xbf16>", text)
+    found = traced_calls(function, {"query": x, "key": x, "value": x})
+    assert [operands[0].shape for operands in found] == [(1, 256, 2, 64)] * 3
 
 
-@lowers
+@calls
 def test_under_vmap_it_is_one_call():
     x = jax.ShapeDtypeStruct((3, 2, 256, 2, 64), jnp.bfloat16)
-    assert kernel_calls(lowered(jax.vmap(gradients(causal=True)), {"query": x, "key": x, "value": x})) == 3
+    found = traced_calls(jax.vmap(gradients(causal=True)), {"query": x, "key": x, "value": x})
+    assert [operands[0].shape for operands in found] == [(6, 256, 2, 64)] * 3
 
 
 _PROCESS = """
@@ -436,6 +490,8 @@ def compilations(directory):
 
 
 @lowers
+@pytest.mark.slow
+@pytest.mark.compiled
 def test_another_process_compiles_nothing(tmp_path):
     assert compilations(tmp_path) == 3
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "triton").iterdir()}
@@ -445,6 +501,8 @@ def test_another_process_compiles_nothing(tmp_path):
 
 
 @lowers
+@pytest.mark.slow
+@pytest.mark.compiled
 def test_a_damaged_cache_is_written_anew(tmp_path):
     compilations(tmp_path)
     damage = ("", "{", '{"nothing": 1}')
@@ -455,28 +513,58 @@ def test_a_damaged_cache_is_written_anew(tmp_path):
 
 
 @lowers
+@pytest.mark.slow
+@pytest.mark.compiled
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     assert compilations(tmp_path / "file") == 3
 
 
-def test_the_compiler_s_other_arguments_are_part_of_the_key():
-    @dataclasses.dataclass
-    class Result:
-        binary: str
+@dataclasses.dataclass
+class Result:
+    """Stands for what jax-triton's compiler gives."""
 
+    binary: str
+
+
+def kept_compiler():
+    """``(a compiler behind the cache, what it was asked for)``."""
     asked = []
 
     def compile(ttir, backend, options, capability):
         asked.append((ttir, options, capability))
         return Result(f"{ttir} {options} {capability}")
 
-    compiled = cache.kept(compile, Result)
+    return cache.kept(compile, Result), asked
+
+
+def test_the_compiler_s_other_arguments_are_part_of_the_key():
+    compiled, asked = kept_compiler()
     for arguments in (("a", "x", 90), ("b", "x", 90), ("a", "y", 90), ("a", "x", 80)):
         ttir, options, capability = arguments
         for _ in range(2):
             assert compiled(ttir, None, options, capability).binary == f"{ttir} {options} {capability}"
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"nothing": 1}'])
+def test_a_damaged_entry_is_compiled_and_written_anew(own_store, damage):
+    compiled, asked = kept_compiler()
+    compiled("a", None, "x", 90)
+    (path,) = (own_store / "triton").iterdir()
+    path.write_text(damage)
+    for _ in range(2):
+        assert compiled("a", None, "x", 90) == Result("a x 90")
+    assert len(asked) == 2
+    assert json.loads(path.read_text()) == {"binary": "a x 90"}
+
+
+def test_a_cache_that_cannot_be_written_compiles_every_time(own_store, monkeypatch):
+    own_store.write_text("a file, not a directory")
+    compiled, asked = kept_compiler()
+    for _ in range(2):
+        assert compiled("a", None, "x", 90) == Result("a x 90")
+    assert len(asked) == 2
 
 
 # On a GPU

@@ -21,7 +21,14 @@ from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, any_device
 from ejkernel.kernels._xla import online_softmax
 from ejkernel.kernels._xla.primitives import add_block, dot, load, loop, store
-from ejkernel.kernels._xla.tiles import LOGITS_PER_WIDE_STEP, HeadTiles, any_visible, head_axes, heads_per_step
+from ejkernel.kernels._xla.tiles import (
+    LOGITS_PER_WIDE_STEP,
+    HeadTiles,
+    any_visible,
+    effective_heads,
+    head_axes,
+    heads_per_step,
+)
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import sink_gradient
 
@@ -314,7 +321,8 @@ class XlaBlockSparseAttention:
     def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """The parameters as the kernel uses them."""
         p = ListedTiles.make(shapes, spec, params)
-        return type(params)(kv_blocksize=p.together * p.kv_block, blocksize_heads=p.blocksize_heads)
+        heads = effective_heads(p.b, p.h, params.blocksize_heads)
+        return type(params)(kv_blocksize=p.together * p.kv_block, blocksize_heads=heads)
 
 
 kernel_registry.register(

@@ -22,7 +22,7 @@ from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, a
 from ejkernel.kernels._xla import online_softmax
 from ejkernel.kernels._xla.flash_tiles import BLOCK, FlashTiles, flip
 from ejkernel.kernels._xla.primitives import add_block, dot, loop, store
-from ejkernel.kernels._xla.tiles import LOGITS_PER_WIDE_STEP
+from ejkernel.kernels._xla.tiles import LOGITS_PER_WIDE_STEP, effective_heads
 from ejkernel.kernels.common import visibility
 from ejkernel.kernels.common.softmax import sink_gradient
 
@@ -206,7 +206,8 @@ class XlaFlashAttention:
     def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """The parameters as the kernel uses them."""
         p = FlashTiles.make(shapes, spec, params)
-        return type(params)(q_blocksize=p.q_block, kv_blocksize=p.kv_block, blocksize_heads=p.blocksize_heads)
+        heads = effective_heads(p.b, p.h, params.blocksize_heads)
+        return type(params)(q_blocksize=p.q_block, kv_blocksize=p.kv_block, blocksize_heads=heads)
 
 
 def _even(block: int, length: int) -> int:

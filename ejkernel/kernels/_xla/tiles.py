@@ -77,13 +77,6 @@ class HeadTiles(AttentionCall):
         return (*self.n, self.g * self.q_block)
 
     @property
-    def blocksize_heads(self) -> int | None:
-        """The parameter that asks for these tiles: None for every head in one axis."""
-        batch, _, kv_heads, _ = self.arrays["key"].shape
-        every = (self.b, self.h) == (batch, kv_heads)
-        return None if every and len(self.n) == 1 else self.b * self.h
-
-    @property
     def prescaled(self) -> bool:
         """Whether the scale goes into the query block: exact enough in float32, not in half precision."""
         return self.arrays["query"].dtype == self.acc
@@ -130,6 +123,11 @@ class HeadTiles(AttentionCall):
 def head_axes(b: int, h: int, batch: int, kv_heads: int, wanted: int | None) -> tuple[int, ...]:
     """``n``: two axes if a step takes every head because that was asked for."""
     return (b, h) if wanted and (b, h) == (batch, kv_heads) else (b * h,)
+
+
+def effective_heads(b: int, h: int, wanted: int | None) -> int | None:
+    """``blocksize_heads`` as it is used. None stays: as many heads as ``LOGITS_PER_STEP`` allows, in one axis."""
+    return b * h if wanted else None
 
 
 def heads_per_step(batch: int, kv_heads: int, logits: int, wanted: int | None = None) -> tuple[int, int]:
