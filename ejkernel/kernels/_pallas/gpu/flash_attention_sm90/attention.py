@@ -1,4 +1,4 @@
-"""Flash attention for Hopper: the declaration."""
+"""Flash attention for Hopper: the declaration. Nothing here imports Mosaic GPU before a call needs it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
     forward_defaults,
     forward_space,
 )
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
 
 
 class PallasFlashAttention:
@@ -59,5 +60,6 @@ kernel_registry.register(
         head_dims=multiple_of(32, at_most=256),
         features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
         gradients={"query", "key", "value", "softmax_aux"},
+        check=refusal,
     ),
 )(PallasFlashAttention)
