@@ -16,7 +16,9 @@ from conftest import bound
 from tolerances import assert_close
 
 from ejkernel import FwdParams, UnsupportedError, explain, flash_attention, kernel_registry
-from ejkernel.kernels._pallas.gpu import flash_attention as mosaic
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward as mosaic
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward_consumer, parameters
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention import PallasFlashAttention
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 OPERATION = kernel_registry.operation("flash_attention")
@@ -66,7 +68,7 @@ CALLS = {
 }
 
 
-def parameters(*sizes):
+def tile_of(*sizes):
     names = "q_blocksize", "kv_blocksize", "num_warps", "num_stages"
     return FwdParams(**dict(zip(names, sizes, strict=True)))
 
@@ -83,7 +85,7 @@ def prepare(query, key, value, options):
 def run(arrays, options, params=None, **more):
     """The kernel itself."""
     prepared, spec = prepare(*arrays, options)
-    params = params or mosaic.PallasFlashAttention.defaults(prepared, spec, None, "forward")
+    params = params or PallasFlashAttention.defaults(prepared, spec, None, "forward")
     return mosaic.forward(prepared, spec, params, **more)
 
 
@@ -96,7 +98,7 @@ def check(arrays, options, found):
 
 
 def interpreted(arrays, options, params, capfd):
-    """In JAX's interpreter, with an eye on races, against float64."""
+    """In JAX's interpreter, with race detection, against float64."""
     if JAX < (0, 11):
         pytest.skip("jax has no interpreter of Mosaic GPU before 0.11")
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -116,84 +118,76 @@ def test_interpreted(name, capfd):
     "tile", [(64, 64, 4, 3), (192, 64, 12, 3), (192, 16, 12, 2), (128, 80, 8, 2), (128, 160, 8, 2)]
 )
 def test_interpreted_with_other_tiles(tile, capfd):
-    interpreted(inputs(q_len=200, kv_len=395), {"causal": True}, parameters(*tile), capfd)
+    interpreted(inputs(q_len=200, kv_len=395), {"causal": True}, tile_of(*tile), capfd)
 
 
 @pytest.mark.parametrize(
     "name", ["plain", "causal", "more keys", "window", "soft cap", "high sinks", "segments", "packed"]
 )
 @pytest.mark.parametrize("tile", [(128, 64, 8, 2), (192, 48, 12, 3)], ids=str)
-def test_programs_compute_one_block_after_another(name, tile, capfd, monkeypatch):
-    """As many as a GPU has multiprocessors; with two, each has several blocks."""
-    from ejkernel.kernels._pallas.gpu import flash_forward
-
-    monkeypatch.setattr(flash_forward, "PROGRAMS", 2)
+def test_a_persistent_cta_computes_several_blocks(name, tile, capfd, monkeypatch):
+    """There is one for each multiprocessor; of two, each has several blocks."""
+    monkeypatch.setattr(mosaic, "CTAS", 2)
     shape, options = CALLS[name]
-    interpreted(inputs(**shape), options, parameters(*tile), capfd)
+    interpreted(inputs(**shape), options, tile_of(*tile), capfd)
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "packed"])
-def test_a_program_for_each_block(name, capfd, monkeypatch):
-    """As under ``shard_map`` with its check of varying axes: consumers take turns, and no program has a second block."""
-    from ejkernel.kernels._pallas.gpu import flash_forward
-
-    call = flash_forward.call
+def test_one_cta_per_block(name, capfd, monkeypatch):
+    """As under ``shard_map`` with its check of varying axes: consumers alternate, and no CTA has a second block."""
+    call = mosaic.call
 
     def once(c, *arrays, **more):
-        assert c.persists
-        assert c.turn
-        return call(dataclasses.replace(c, persists=False), *arrays, **more)
+        assert c.persistent
+        assert c.ping_pong
+        return call(dataclasses.replace(c, persistent=False), *arrays, **more)
 
-    monkeypatch.setattr(flash_forward, "call", once)
+    monkeypatch.setattr(mosaic, "call", once)
     shape, options = CALLS[name]
-    interpreted(inputs(**shape), options, parameters(128, 64, 8, 2), capfd)
+    interpreted(inputs(**shape), options, tile_of(128, 64, 8, 2), capfd)
 
 
 @pytest.fixture
-def complaints(monkeypatch):
-    """For each warpgroup and block that was computed hopefully, whether it complained."""
-    from ejkernel.kernels._pallas.gpu import flash_forward
+def retries(monkeypatch):
+    """For each warpgroup and speculative block, whether the retry flag was set."""
+    found, request_retry = [], forward_consumer.request_retry
 
-    found, complain = [], flash_forward.complain
-
-    def heard(c, slot, x, limit, number):
-        complain(c, slot, x, limit, number)
+    def recorded(c, slot, x, limit, number):
+        request_retry(c, slot, x, limit, number)
         jax.debug.callback(lambda mine, now: found.append(bool(mine == now)), slot[0], number)
 
-    monkeypatch.setattr(flash_forward, "complain", heard)
-    monkeypatch.setattr(flash_forward, "PROGRAMS", 2)
+    monkeypatch.setattr(forward_consumer, "request_retry", recorded)
+    monkeypatch.setattr(mosaic, "CTAS", 2)
     return found
 
 
 @pytest.mark.parametrize("name", ["plain", "more queries", "window", "two-sided window", "segments", "packed"])
-def test_hope_is_seldom_lost(name, complaints, capfd):
+def test_ordinary_blocks_need_no_retry(name, retries, capfd):
     """Rows past the last query, or that see nothing, do not have their block computed again."""
     shape, options = CALLS[name]
-    interpreted(inputs(**shape), options, parameters(128, 64, 8, 2), capfd)
+    interpreted(inputs(**shape), options, tile_of(128, 64, 8, 2), capfd)
     jax.effects_barrier()
-    assert complaints
-    assert not any(complaints)
+    assert retries
+    assert not any(retries)
 
 
 @pytest.mark.parametrize("tile", [(128, 64, 8, 2), (192, 48, 12, 3)], ids=str)
-def test_blocks_are_computed_again_where_hope_was_lost(tile, complaints, capfd):
+def test_blocks_with_steep_logits_are_computed_again(tile, retries, capfd):
     """Those of the head with large queries, in between those of the other."""
-    interpreted(inputs(q_len=500, kv_len=395, sharp=300.0), {}, parameters(*tile), capfd)
+    interpreted(inputs(q_len=500, kv_len=395, sharp=300.0), {}, tile_of(*tile), capfd)
     jax.effects_barrier()
-    assert any(complaints)
-    assert not all(complaints)
+    assert any(retries)
+    assert not all(retries)
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "soft cap", "high sinks", "segments", "packed"])
-def test_all_blocks_computed_again(name, complaints, capfd, monkeypatch):
-    from ejkernel.kernels._pallas.gpu import flash_forward
-
-    monkeypatch.setattr(flash_forward, "LIMIT", -1.0)
+def test_every_block_computed_again(name, retries, capfd, monkeypatch):
+    monkeypatch.setattr(forward_consumer, "LIMIT", -1.0)
     shape, options = CALLS[name]
-    interpreted(inputs(**shape), options, parameters(128, 64, 8, 2), capfd)
+    interpreted(inputs(**shape), options, tile_of(128, 64, 8, 2), capfd)
     jax.effects_barrier()
-    assert complaints
-    assert all(complaints)
+    assert retries
+    assert all(retries)
 
 
 @pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
@@ -204,7 +198,7 @@ def test_nan_is_kept(where):
 
     arrays = dict(zip(("query", "key", "value"), inputs(q_len=300, kv_len=300), strict=True))
     arrays[where] = arrays[where].at[0, 200, 0, 3].set(jnp.nan)
-    out, lse = run(arrays.values(), {"causal": True}, parameters(128, 64, 8, 2), interpret=plgpu.InterpretGPUParams())
+    out, lse = run(arrays.values(), {"causal": True}, tile_of(128, 64, 8, 2), interpret=plgpu.InterpretGPUParams())
     rows = np.isnan(np.asarray(lse))[0]
     expected = np.zeros((2, 300), bool)
     expected[0, 200] = where == "query"
@@ -217,12 +211,12 @@ def test_nan_is_kept(where):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("direction", ["rising", "falling", "alternating"])
 def test_maxima_far_apart(direction, dtype, capfd):
-    """Logits of a row range over hundreds: the reference is moved often, never, or by some rows of a warp only."""
+    """Logits of a row range over hundreds: the reference is updated often, never, or for some rows of a warp only."""
     query, key, value = inputs(kv_len=400, dtype=dtype)
     place = np.linspace(0.1, 12, 400)
     place = {"rising": place, "falling": place[::-1], "alternating": place * (-1) ** (np.arange(400) // 40)}[direction]
     arrays = query, key * jnp.asarray(place[:, None, None], dtype), value
-    interpreted(arrays, {"causal": True}, parameters(128, 48, 8, 2), capfd)
+    interpreted(arrays, {"causal": True}, tile_of(128, 48, 8, 2), capfd)
 
 
 @pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
@@ -232,16 +226,16 @@ def test_a_warpgroup_leaves_out_what_only_others_see():
 
     query, key, value = inputs(q_len=128, kv_len=128)
     broken = value.at[:, 64:].set(jnp.nan)
-    params = parameters(128, 64, 8, 2)
+    params = tile_of(128, 64, 8, 2)
     out, lse = run((query, key, broken), {"causal": True}, params, interpret=plgpu.InterpretGPUParams())
     check((query[:, :64], key[:, :64], value[:, :64]), {"causal": True}, (out[:, :64], lse[..., :64]))
     assert bool(jnp.isnan(out[:, 64:]).all())
 
 
 def test_a_window_that_leaves_blocks_without_keys(capfd):
-    """Of 300 queries the first 225 look at keys before the first one."""
+    """The windows of the first 225 of 300 queries end before the first key."""
     options = {"sliding_window": (10, 0)}
-    interpreted(inputs(q_len=300, kv_len=75), options, parameters(128, 64, 8, 2), capfd)
+    interpreted(inputs(q_len=300, kv_len=75), options, tile_of(128, 64, 8, 2), capfd)
 
 
 # Calls with keys that no query sees, and which those are.
@@ -281,7 +275,7 @@ def test_padding_may_be_garbage(name, garbage, capfd):
 
     shape, options, hidden = PADDED[name]
     arrays, cleared = spoiled(shape, hidden, garbage)
-    found = run(arrays, options, parameters(128, 64, 8, 2), interpret=plgpu.InterpretGPUParams())
+    found = run(arrays, options, tile_of(128, 64, 8, 2), interpret=plgpu.InterpretGPUParams())
     check(cleared, options, found)
 
 
@@ -290,7 +284,7 @@ def test_rows_that_see_nothing_are_zero_beside_a_nan():
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     query, key, value = inputs(q_len=100, kv_len=60)
-    out, lse = run((query, key, value.at[:, 0].set(jnp.nan)), {"causal": True}, parameters(128, 64, 8, 2),
+    out, lse = run((query, key, value.at[:, 0].set(jnp.nan)), {"causal": True}, tile_of(128, 64, 8, 2),
                    interpret=plgpu.InterpretGPUParams())  # fmt: skip
     assert bool((out[:, :40] == 0).all())
     assert bool((lse[..., :40] == -jnp.inf).all())
@@ -309,14 +303,14 @@ def test_steps_with_padding_are_known(step):
 
 
 @pytest.mark.parametrize("name", ["two-sided window", "segments", "packed"])
-def test_walks_begin_at_whole_tiles(name):
-    """TMA drops the remainder of a row, which the interpreter does not: a walk that began elsewhere met keys before its own."""
+def test_loops_begin_at_whole_tiles(name):
+    """TMA drops the remainder of a row, which the interpreter does not: such a loop would read keys before its own."""
     shape, options = CALLS[name]
     query, key, value = inputs(**{**shape, "dim": 128})
     prepared, spec = prepare(query, key, value, options)
-    walks = np.asarray(mosaic._walks(prepared, spec, 64, 48)[0])
-    assert (walks[..., 0] % 8 == 0).all()
-    assert walks[..., 0].any()
+    table = np.asarray(mosaic._step_table(prepared, spec, 64, 48)[0])
+    assert (table[..., 0] % 8 == 0).all()
+    assert table[..., 0].any()
 
 
 @pytest.mark.parametrize(
@@ -326,9 +320,9 @@ def test_walks_begin_at_whole_tiles(name):
     "params",
     [FwdParams(), FwdParams(q_blocksize=1), FwdParams(kv_blocksize=10_000, num_stages=9), FwdParams(num_warps=1),
      FwdParams(num_warps=64, kv_blocksize=192), FwdParams(kv_blocksize=1, num_stages=1),
-     *mosaic.DEFAULTS.values()], ids=str)  # fmt: skip
+     *parameters.DEFAULTS.values()], ids=str)  # fmt: skip
 def test_parameters_are_clipped(params, dims):
-    consumers, step, stages = mosaic.tiles(params, *dims)
+    consumers, step, stages = parameters.tiles(params, *dims)
     assert consumers in (1, 2, 3)
     assert step in range(16, 257, 16)
     assert stages >= 2
@@ -337,16 +331,16 @@ def test_parameters_are_clipped(params, dims):
 
 
 def test_parameters_that_fit_are_kept():
-    shipped = list(mosaic.DEFAULTS.items())
-    shipped += [(dim, parameters(*sizes)) for dim, space in mosaic.SPACE.items() for sizes in space]
+    shipped = list(parameters.DEFAULTS.items())
+    shipped += [(dim, tile_of(*sizes)) for dim, space in parameters.SPACE.items() for sizes in space]
     for dim, params in shipped:
-        consumers, step, stages = mosaic.tiles(params, dim, dim)
-        assert params == parameters(64 * consumers, step, 4 * consumers, stages)
+        consumers, step, stages = parameters.tiles(params, dim, dim)
+        assert params == tile_of(64 * consumers, step, 4 * consumers, stages)
 
 
 def test_parameters_never_change_the_meaning(capfd):
     params = FwdParams(q_blocksize=1, kv_blocksize=10_000, num_stages=9)
-    assert mosaic.tiles(params, 256, 256) == (2, 80, 2)
+    assert parameters.tiles(params, 256, 256) == (2, 80, 2)
     interpreted(inputs(dim=256), {"causal": True}, params, capfd)
 
 
@@ -403,7 +397,7 @@ def test_gradients_are_its_own():
 
 
 def compiled(script, folder):
-    """What a script prints, in a process of its own: the compiler reports to a folder that it is told when it is loaded."""
+    """What a script prints, in a process of its own: Mosaic GPU reads where to dump reports when it is loaded."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -432,11 +426,11 @@ sharding = SingleDeviceSharding(topology.devices[0])
 for dims, name, tile in {jobs!r}:
     shape, options = t.CALLS[name]
     # Masked and unmasked steps; the plain call has whole steps only.
-    whole = 8 * (tile or (0, t.mosaic.DEFAULTS[max(dims)].kv_blocksize))[1] if name == "plain" else 1000
+    whole = 8 * (tile or (0, t.parameters.DEFAULTS[max(dims)].kv_blocksize))[1] if name == "plain" else 1000
     long = {{}} if name in ("segments", "packed") else {{"q_len": whole, "kv_len": whole}}
     arrays = t.inputs(**{{**shape, **long, "dim": dims[0], "value_dim": dims[1], "dtype": "bfloat16"}})
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
-    params = tile and t.parameters(*tile)
+    params = tile and t.tile_of(*tile)
     jax.jit(lambda q, k, v: t.run((q, k, v), options, params)).lower(*shapes).compile()
     reports = glob.glob(os.path.join(os.environ["MOSAIC_GPU_DUMP_TO"], "*.ptxas"))
     text = "".join(open(path).read() for path in reports)
@@ -469,15 +463,15 @@ def _plugin():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("what", ["defaults", "masks that are data", "space", "others"])
 def test_nothing_spills(dim, what, tmp_path):
-    default = mosaic.DEFAULTS[dim]
+    default = parameters.DEFAULTS[dim]
     others = {64: (96, 96), 128: (64, 128), 256: (192, 128)}
     jobs = {
         "defaults": [(dim, "plain"), (dim, "causal")],
         "masks that are data": [(dim, "segments"), (dim, "packed")],
         "space": [
             (dim, name, sizes)
-            for sizes in mosaic.SPACE[dim]
-            if parameters(*sizes) != default
+            for sizes in parameters.SPACE[dim]
+            if tile_of(*sizes) != default
             for name in ("plain", "causal")
         ],
         "others": [(dim, "soft cap"), (dim, "sinks"), (dim, "two-sided window"), (others[dim], "causal")],

@@ -1,4 +1,4 @@
-"""Flash attention's gradients in Pallas Mosaic GPU: in JAX's interpreter, compiled for Hopper without one, and on a GPU."""
+"""Flash attention's gradients in Pallas Mosaic GPU: interpreted, compiled for Hopper without one, and on a GPU."""
 
 import functools
 import os
@@ -14,7 +14,15 @@ from test_mosaic import PADDED, _plugin, compiled
 from tolerances import assert_close
 
 from ejkernel import BwdParams, explain, flash_attention, kernel_registry, target
-from ejkernel.kernels._pallas.gpu import flash_gradients as host
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import (
+    backward,
+    backward_wide,
+    backward_wide_keys,
+    backward_wide_queries,
+)
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import gradients as host
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import started, started_before
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import backward_defaults
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 OPERATION = kernel_registry.operation("flash_attention")
@@ -35,7 +43,7 @@ def inputs(q_len=160, kv_len=160, batch=1, heads=2, kv_heads=1, dims=SINGLE, dty
 
 
 def ids(*lengths):
-    """Segments of these lengths, by turns 0 for padding and a new id."""
+    """Segments of these lengths, alternately 0 for padding and a new id."""
     each = [0 if i % 2 == 0 else i for i in range(len(lengths))]
     return np.repeat(each, lengths)[None].astype(np.int32)
 
@@ -82,7 +90,7 @@ def run(arrays, residuals, options, wanted=ALL, params=None, **more):
     """The kernels themselves."""
     *tensors, dout, dlse = arrays
     prepared, spec = prepare(tensors, options)
-    params = params or host.defaults(prepared)
+    params = params or backward_defaults(prepared)
     return host.backward(prepared, spec, params, *residuals, dout, dlse, wanted, **more)
 
 
@@ -150,7 +158,7 @@ def test_padding_may_be_garbage(name, dims, capfd):
 @interpreted
 @pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
 def test_small_weights_keep_their_digits(dims):
-    """A sink far above takes nearly all of a row: what is left, some 1e-7 a pair, is as exact as any, with a soft cap too."""
+    """A sink far above leaves the pairs weights of some 1e-7: they are as exact as any, with a soft cap too."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     options = {"causal": True, "logits_soft_cap": 2.0, "softmax_aux": np.full((2, 1), 16.0, np.float32)}
@@ -166,7 +174,7 @@ def test_small_weights_keep_their_digits(dims):
 
 @interpreted
 def test_weights_reach_dk_with_more_digits_than_it_has():
-    """dS is rounded once for dQ and once for dK: were P rounded to bfloat16 on its way to dK, that would be less exact by a fifth."""
+    """dS is rounded for dQ and for dK: were P rounded to bfloat16 before, dK would be less exact by a fifth."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     arrays = inputs(q_len=300, kv_len=300, dims=WIDE)
@@ -183,9 +191,7 @@ def test_weights_reach_dk_with_more_digits_than_it_has():
 @interpreted
 def test_rings_are_filled_again(capfd, monkeypatch):
     """With as few slots as the kernels for wide heads take."""
-    from ejkernel.kernels._pallas.gpu import flash_backward_wide as wide
-
-    monkeypatch.setattr(wide.Wide, "_slots", lambda self, own, least: least)
+    monkeypatch.setattr(backward_wide.WideConfig, "_slots", lambda self, own, least: least)
     check_interpreted({"q_len": 270, "kv_len": 270, "heads": 1, "dims": WIDE}, {"causal": True}, capfd)
 
 
@@ -194,14 +200,12 @@ def test_rings_are_filled_again(capfd, monkeypatch):
 @pytest.mark.parametrize("step", [64, 128])
 def test_sums_have_an_order(name, size, step):
     """Every block of keys starts once, and knows how many that visit a step start before it."""
-    from ejkernel.kernels._pallas.gpu.flash_backward import started, started_before
-
     shape, options = CALLS[name]
     times = 1 if any(isinstance(x, np.ndarray) for x in options.values()) else 5
     lengths = {length: times * shape.get(length, 160) for length in ("q_len", "kv_len")}
     prepared, spec = prepare(inputs(**{**shape, **lengths})[:3], options)
-    walks, masked, visitors, visited = (np.asarray(x) for x in host._visits(prepared, spec, step))
-    begin, *counts = np.moveaxis(walks, -1, 0)
+    table, masked, visitors, visited = (np.asarray(x) for x in host._visits(prepared, spec, step))
+    begin, *counts = np.moveaxis(table, -1, 0)
     at = np.arange(visited.shape[-1]) * step
     assert (visited == (begin[..., None] <= at) & (at < (begin + sum(counts) * step)[..., None])).all()
     assert masked[0] >= counts[0].any()
@@ -227,14 +231,14 @@ def test_parameters_are_clipped(dims):
         traced = jax.make_jaxpr(lambda *x: run(x[:5], x[5:], {"causal": True}, params=params))(*arrays, *arrays[3:])
         return re.sub(r"0x[0-9a-f]+", "", str(traced))
 
-    assert len({program(params) for params in [*asked, host.defaults(shapes_of(*dims))]}) == 1
+    assert len({program(params) for params in [*asked, backward_defaults(shapes_of(*dims))]}) == 1
 
 
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
 def test_traces_in_shard_map(dims, check_vma, segments):
-    """Where JAX knows over which axes arrays vary it refuses warps of different roles: kernels then have none."""
+    """JAX refuses warps of different roles where arrays vary over mesh axes: roles are then warpgroups."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.PartitionSpec("x")
 
@@ -265,20 +269,18 @@ def test_defaults():
     """One set at each head dim, in which every other ends."""
     for dims, sizes in {(64, 64): (128, 128, 8, 2), (128, 128): (64, 128, 8, 2), (128, 64): (64, 128, 8, 2)}.items():
         names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
-        assert host.defaults(shapes_of(*dims)) == BwdParams(**dict(zip(names, sizes, strict=True)))
+        assert backward_defaults(shapes_of(*dims)) == BwdParams(**dict(zip(names, sizes, strict=True)))
     for dims in ((32, 32), (96, 96), (96, 64), (128, 96), (64, 128), (192, 128), (256, 256)):
-        assert host.defaults(shapes_of(*dims)) == BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=8)
+        assert backward_defaults(shapes_of(*dims)) == BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=8)
 
 
 @pytest.mark.parametrize("dim", range(32, 257, 32))
 @pytest.mark.parametrize("value_dim", range(32, 257, 32))
 def test_rings_fit(dim, value_dim):
-    from ejkernel.kernels._pallas.gpu import flash_backward_wide as wide
-
     of_call = dict.fromkeys(
-        ("scale", "cap", "left", "right", "kv_len", "packed", "segments", "unmasked", "masked", "boost")
+        ("scale", "cap", "left", "right", "kv_len", "packed", "segments", "unmasked", "masked", "weight_exponent")
     )
-    c = wide.Wide(group=1, dim=dim, value_dim=value_dim, **of_call)
+    c = backward_wide.WideConfig(group=1, dim=dim, value_dim=value_dim, **of_call)
     part, rings = 2 * 64 * c.part, (c.query_slots, c.key_slots)
     assert all(first >= 2 * c.parts and second >= c.value_parts for first, second in rings)
     assert 2 * 2 * 64 * (dim + value_dim) + sum(c.query_slots) * part < 232448
@@ -288,13 +290,11 @@ def test_rings_fit(dim, value_dim):
 @pytest.mark.parametrize("wanted", [("query",), ("key",), ("value", "softmax_aux"), ("softmax_aux",), ()], ids=str)
 def test_only_what_is_wanted(wanted, monkeypatch):
     """Of the kernels for wide heads those run whose gradients are wanted; the single one has them all."""
-    from ejkernel.kernels._pallas.gpu import flash_backward, flash_backward_wide
-
     wanted, ran = frozenset(wanted), []
     for module, name in (
-        (flash_backward, "call"),
-        (flash_backward_wide, "query_gradient"),
-        (flash_backward_wide, "key_gradients"),
+        (backward, "call"),
+        (backward_wide_queries, "query_gradient"),
+        (backward_wide_keys, "key_gradients"),
     ):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *x, n=name, k=kernel, **more: ran.append(n) or k(*x, **more))
@@ -380,7 +380,7 @@ def test_spills(dims, names, most, before, tmp_path):
 @pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
 @pytest.mark.skipif(JAX < (0, 11), reason="before jax 0.11 the program is another one")
 def test_no_wait_is_added(tmp_path):
-    """ptxas adds one for all products where it sees no other way to reuse registers: dV and dK then end before the next scores start."""
+    """C7517: a wgmma wait inserted by ptxas, which makes dV and dK end before the next scores start."""
     names = ["whole blocks", "causal"]
     printed = compiled(COMPILED.format(tests=os.path.dirname(__file__), dims=(128, 128), names=names), tmp_path)
     assert re.findall(r"INJECTED (.*) (\d+)", printed) == [(name, "0") for name in names]

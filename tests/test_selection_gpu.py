@@ -1,7 +1,8 @@
-"""What runs on GPUs that are not here: Triton's reasons, and the tables of a chip's family."""
+"""What runs on GPUs that are not here: reasons of Triton and Pallas, and the tables of a chip's family."""
 
 import functools
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from conftest import bound
 
 from ejkernel import Platform, UnsupportedError, explain, flash_attention, kernel_registry, target
 from ejkernel.contracts.device import DeviceInfo
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import requirements
 from ejkernel.ops.config import chain
 
 FLASH = "flash_attention"
@@ -82,6 +84,75 @@ def test_head_dims_of_triton(installed, dims, reason):
     q, v = (abstract(1, 64, 2, dim) for dim in dims)
     candidate = triton_of(q, q, v, device="nvidia-h200")
     assert candidate.reasons == (reason,) if reason else candidate.verdict != "refused"
+
+
+# Pallas' flash attention beside a JAX whose Mosaic GPU differs
+
+
+@pytest.fixture
+def other_jax(installed, monkeypatch):
+    """Changes to JAX are noticed, and forgotten after the test."""
+    requirements.changes.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    requirements.changes.cache_clear()
+
+
+def pallas_refused(reason):
+    """On Hopper, Pallas is refused with that reason alone, and Triton runs instead."""
+    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="nvidia-h200")
+    candidate = next(c for c in explanation.candidates if c.platform is Platform.PALLAS)
+    assert candidate.verdict == "refused"
+    assert candidate.reasons == (f"Mosaic GPU of jax {jax.__version__} is not the one known: {reason}",)
+    assert explanation.chosen.platform is Platform.TRITON
+    with pytest.raises(UnsupportedError, match="Mosaic GPU of jax"), target("nvidia-h200"):
+        jax.eval_shape(lambda x: flash_attention(x, x, x, platform="pallas"), HALF_X)
+
+
+def test_pallas_runs_with_this_jax(other_jax):
+    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="nvidia-h200", platform="pallas")
+    assert explanation.chosen.platform is Platform.PALLAS
+
+
+@pytest.mark.parametrize("path", dict.fromkeys((*requirements.NAMES, *requirements.CALLS)))
+def test_a_jax_without_a_name_is_refused(other_jax, path):
+    names = *requirements.NAMES.get(path, ()), *requirements.CALLS.get(path, ())
+    missing = names[-1]
+    owner, _, attribute = missing.rpartition(".")
+    holder = functools.reduce(getattr, filter(None, owner.split(".")), importlib.import_module(path))
+    other_jax.delattr(holder, attribute)
+    pallas_refused(f"{path} has no {missing}")
+
+
+@pytest.mark.parametrize("path", dict.fromkeys((*requirements.NAMES, *requirements.CALLS)))
+def test_a_jax_without_a_module_is_refused(other_jax, path):
+    importlib.import_module(path)
+    other_jax.setitem(sys.modules, path, None)
+    pallas_refused(f"{path} cannot be imported: import of {path} halted; None in sys.modules")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "replacement", "expected"),
+    [
+        (
+            "jax.experimental.mosaic.gpu.mma_utils",
+            "create_descriptor",
+            lambda ref, swizzle, group_size: None,
+            "1, swizzle, group_size, logical_k_major",
+        ),
+        ("jax.experimental.pallas.mosaic_gpu", "wgmma_wait", lambda n, warpgroup: None, "1"),
+        (
+            "jax.experimental.pallas.mosaic_gpu",
+            "load",
+            lambda src, idx, more, *, layout=None, optimized=True: None,
+            "1, layout, optimized or 2, layout, optimized",
+        ),
+    ],
+    ids=["a parameter is gone", "a new one is required", "of two ways none"],
+)
+def test_a_jax_with_other_parameters_is_refused(other_jax, path, name, replacement, expected):
+    other_jax.setattr(importlib.import_module(path), name, replacement)
+    pallas_refused(f"{path}.{name} cannot be called with ({expected})")
 
 
 # Tables of a chip's family

@@ -28,7 +28,7 @@ BUILTIN = {
             "ejkernel.kernels._xla.flash_attention",
             "ejkernel.kernels._triton.flash_attention",
             "ejkernel.kernels._cudnn.flash_attention",
-            "ejkernel.kernels._pallas.gpu.flash_attention",
+            "ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention",
         ),
     ),
     "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),

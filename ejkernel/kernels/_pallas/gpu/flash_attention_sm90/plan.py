@@ -1,9 +1,8 @@
-"""What the forward and the backward on Hopper share: the plan of a call."""
+"""What the forward and the backward share on the host: the plan of a call."""
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +13,32 @@ from jax import Array
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.visibility import Walk
 
-LOG2E = math.log2(math.e)
-WARPS_A_GROUP = 4
-TILE_ROWS = 8
-# Blocks are multiples of this, the rows of a warpgroup's product and the keys that the second product reads at once.
-SIDE = 64
+WARPS_PER_WARPGROUP = 4
+# Rows of a warpgroup's product (wgmma): blocks of queries and keys are multiples of it.
+ROWS = 64
+# Rows of a tile in shared memory (a core matrix): TMA copies whole ones.
+CORE_ROWS = 8
+# Keys of one instruction of P·V.
+CHUNK = 16
+# Bytes of shared memory that a CTA may have.
+SHARED_MEMORY = 232448
+# Computing warpgroups in every kernel of the backward.
+BACKWARD_CONSUMERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class KernelConfig:
     """What every kernel is told of a call.
 
     Attributes:
         group: query heads that share a key head.
         dim, value_dim: of a head.
         scale, cap: of the logits; a cap of 0 is none.
-        left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or None.
+        left, right: what is added to a row for the first key that it sees, and the first that it no longer sees; or
+            None.
         kv_len: the number of keys.
         packed, segments: which of the arrays that decide which pairs count there are.
-        interpreted: run in JAX's interpreter, which knows no products with a left operand in registers.
+        interpreted: run in JAX's interpreter, which has no products with a left operand in registers.
     """
 
     group: int
@@ -48,15 +54,15 @@ class Call:
     interpreted: bool = False
 
 
-def in_eights(x: Array) -> Array:
+def pad_rows(x: Array) -> Array:
     """Rows to a multiple of 8, the height of a tile in shared memory; copies only where there are others."""
-    missing = -x.shape[1] % TILE_ROWS
+    missing = -x.shape[1] % CORE_ROWS
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
 def whole_tiles(row):
-    """The row where a walk may begin: TMA copies whole tiles, and drops the remainder of a row in silence."""
-    return row // TILE_ROWS * TILE_ROWS
+    """The row where a loop may begin: TMA copies whole tiles, and silently drops the remainder of a row."""
+    return row // CORE_ROWS * CORE_ROWS
 
 
 def key_intervals(arrays: dict[str, Array], spec: Any):
@@ -68,15 +74,15 @@ def key_intervals(arrays: dict[str, Array], spec: Any):
 def without_padding(
     arrays: dict[str, Array], spec: Any, backward: bool, by_kernel: bool = False
 ) -> tuple[dict[str, Array], int]:
-    """``arrays`` with zeros for keys that are padding, and how many keys before all windows were left out.
+    """``arrays`` with zeros for keys that are padding, and how many keys before all windows were dropped.
 
-    Padding may be NaN, and a weight of 0 times NaN is not 0. It is what lies outside of all packed sequences, has an id of
-    0 or less, or lies before the first key of the first query's window. (A positive id that no query has is not looked for.)
-    A forward multiplies values by weights; what it makes of keys is cut by the mask. ``by_kernel``: it puts the zeros itself,
-    and is told where: ``padding``, by key.
+    Padding may be NaN, and a weight of 0 times NaN is not 0. It is what lies outside of all packed sequences, has an id
+    of 0 or less, or lies before the first key of the first query's window. (A positive id that no query has is not
+    looked for.) A forward multiplies values by weights, and replaces what it computes from such keys by -inf.
+    ``by_kernel``: the kernel puts the zeros itself, and is told where: ``padding``, by key.
     """
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
-    hidden, seen = 0, []
+    dropped, seen = 0, []
     if "kv_start" in arrays:
         start, stop = arrays["kv_start"], arrays["kv_stop"]
         place = np.arange(kv_len, dtype=np.int32)
@@ -84,10 +90,10 @@ def without_padding(
         seen += [place < stop.max(1, keepdims=True)]
     else:
         start, stop = intervals(spec.window, q_len, kv_len)
-        hidden = int(start.min(where=start < stop, initial=kv_len))
-        # A forward reads from whole tiles on. Where no query sees anything, nothing is left out.
-        if hidden == kv_len or (not backward and whole_tiles(hidden) == hidden):
-            hidden = 0
+        dropped = int(start.min(where=start < stop, initial=kv_len))
+        # A forward reads from whole tiles on. Where no query sees anything, nothing is dropped.
+        if dropped == kv_len or (not backward and whole_tiles(dropped) == dropped):
+            dropped = 0
     if "kv_segment_ids" in arrays:
         seen += [arrays["kv_segment_ids"] > 0]
     if seen:
@@ -98,10 +104,10 @@ def without_padding(
             names = ("key", "value") if backward else ("value",)
             cleared = {name: jnp.where(kept[..., None, None], arrays[name], 0) for name in names}
         arrays = {**arrays, **cleared}
-    if hidden:
+    if dropped:
         of_keys = {"key", "value", "kv_segment_ids", "padding"} & arrays.keys()
-        arrays = {**arrays, **{name: arrays[name][:, hidden:] for name in of_keys}}
-    return arrays, hidden
+        arrays = {**arrays, **{name: arrays[name][:, dropped:] for name in of_keys}}
+    return arrays, dropped
 
 
 def segment_ids(arrays: dict[str, Array]):
@@ -110,7 +116,7 @@ def segment_ids(arrays: dict[str, Array]):
 
 
 def statics(arrays: dict[str, Array], spec: Any) -> dict[str, Any]:
-    """The fields of ``Call``, but for how it runs."""
+    """The fields of ``KernelConfig``, but for how it runs."""
     q_len, heads, dim = arrays["query"].shape[1:]
     kv_len, kv_heads, value_dim = arrays["value"].shape[1:]
     left, right = spec.window
@@ -131,9 +137,10 @@ def statics(arrays: dict[str, Array], spec: Any) -> dict[str, Any]:
 
 
 def longest_first(plan: Walk) -> Array:
-    """``[B|1, blocks, 5]``: a block's begin, its masked, unmasked and masked steps, and its number; those with most steps first.
+    """``[B|1, blocks, 5]``: where a block begins, its masked, unmasked and masked steps, its index.
 
-    What starts last should be short, or one program runs on while all others are done. Of equals the last comes first.
+    Blocks with most steps come first: what starts last should be short, or one CTA still runs when all others are done.
+    Of equals the last comes first.
 
     Example:
         >>> longest_first(Walk(*np.array([[[0, 0]], [[8, 16]], [[1, 1]], [[0, 1]], [[0, 0]]]))).tolist()
@@ -148,7 +155,7 @@ def longest_first(plan: Walk) -> Array:
 
 
 def mask_vectors(arrays: dict[str, Array], rows: int, keys: int) -> dict[str, Array]:
-    """The arrays that decide which pairs count, padded: kernels read them in whole blocks, past the last row and key too."""
+    """The arrays that decide which pairs count, padded: kernels read whole blocks, past the last row and key too."""
     names = {
         "start": ("kv_start", rows),
         "stop": ("kv_stop", rows),

@@ -1,7 +1,10 @@
-"""What Pallas does not offer, in Mosaic GPU's own terms: products in flight as arrays, masks against constants, branches of a warp.
+"""What Pallas does not offer, in Mosaic GPU's own operations: products in flight as arrays, branches of a warp.
 
-Every function has a second form for JAX's interpreter, which knows none of these terms: products then wait at once, and
-left operands go through shared memory.
+Every function has a second form for JAX's interpreter, which has none of Mosaic GPU's own operations: products then
+wait at once, and left operands go through shared memory.
+
+``requirements`` lists what is private or unstable of what this module uses: a name that is added here belongs there
+too.
 """
 
 from __future__ import annotations
@@ -22,18 +25,14 @@ from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
 
-from ejkernel.kernels._pallas.gpu.flash_plan import Call
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CHUNK, ROWS, KernelConfig
 
 # The module; the package has a function of that name.
 _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 
-# The index that ``plgpu.load`` wants before jax 0.11, warns of since, and knows no more in 0.12.
+# The index that ``plgpu.load`` requires before jax 0.11, deprecates since, and no longer takes in 0.12.
 _INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 WHOLE = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
-# Rows of a warpgroup: those of one product.
-ROWS = 64
-# Keys of one instruction of P·V.
-CHUNK = 16
 # The layout of what there is one of in each row.
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -52,8 +51,8 @@ def _array(shape) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
-def start_scores(c: Call, q, k):
-    """``q · kᵀ`` in flight: an array that nobody may touch before it is settled."""
+def start_qk(c: KernelConfig, q, k):
+    """``q · kᵀ`` in flight: an array that may be used only after ``wait_for_products``."""
     if c.interpreted:
         return _product(q, k.transpose((1, 0)), c.step)
     tiled = plgpu.RefType(transforms(c.dim))
@@ -68,8 +67,8 @@ def start_scores(c: Call, q, k):
     return start(q, k)
 
 
-def start_mixed(c: Call, acc, p16, v, p_smem):
-    """``acc + p16 · v`` in flight; ``p_smem`` is the interpreter's."""
+def start_pv(c: KernelConfig, acc, p16, v, p_smem):
+    """``acc + p16 · v`` in flight; ``p_smem``: for the interpreter."""
     if c.interpreted:
         p_smem[...] = p16
         plgpu.commit_smem()
@@ -88,7 +87,7 @@ def start_mixed(c: Call, acc, p16, v, p_smem):
 
 
 def _product(a, b, columns: int):
-    """The interpreter's ``a · b``."""
+    """``a · b`` in the interpreter."""
 
     def products(acc):
         plgpu.wgmma(acc, a, b)
@@ -98,7 +97,7 @@ def _product(a, b, columns: int):
 
 
 def _by_chunks(acc, p16, v, swizzle: int):
-    """``acc + p16 · v``, 16 keys an instruction. Mosaic GPU's own product wants as many keys as a swizzle has columns."""
+    """``acc + p16 · v``, 16 keys an instruction. Mosaic GPU's own takes multiples of a swizzle's columns."""
     columns = acc.shape[1]
     (first, (_, (stride,))), _, fastest = mma_utils.create_descriptor(
         v, swizzle=swizzle, group_size=(CHUNK, columns), logical_k_major=True
@@ -126,43 +125,43 @@ def _by_chunks(acc, p16, v, swizzle: int):
     return _like(value, registers.flat).to_layout(acc.layout)
 
 
-def settled(c: Call, pending: int, *arrays):
+def wait_for_products(c: KernelConfig, pending: int, *arrays):
     """``arrays`` once no more than ``pending`` products are in flight."""
     if c.interpreted:
         return arrays
     layouts = (plgpu.Layout.WGMMA,) * len(arrays)
 
     @plgpu.inline_mgpu(arg_types=layouts, return_type=tuple(_array(x.shape) for x in arrays))
-    def settle(_, *arrays):
+    def wait(_, *arrays):
         nvvm.wgmma_wait_group_sync_aligned(pending)
-        settled = fragmented_array.optimization_barrier(*arrays)
-        return tuple(settled) if len(arrays) > 1 else (settled,)
+        held = fragmented_array.optimization_barrier(*arrays)
+        return tuple(held) if len(arrays) > 1 else (held,)
 
-    return settle(*arrays)
+    return wait(*arrays)
 
 
-def by_rows(c: Call, x, how: str):
-    """The "max" or the sum ("add") of each row. Pallas would set shared memory aside, which threads of one row do not need."""
+def reduce_rows(c: KernelConfig, x, how: str):
+    """The "max" or the sum ("add") of each row. Pallas' own reduction takes shared memory, without need."""
     if c.interpreted:
         return x.max(axis=1) if how == "max" else x.sum(axis=1)
     rows = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=BY_ROW)
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=rows)(lambda _, x: x.reduce(how, 1))(x)
 
 
-def scaled(c: Call, acc, decay):
+def rescale_rows(c: KernelConfig, acc, decay):
     """``acc`` times ``decay`` by rows. A warp whose rows all have a decay of 1 skips it."""
     if c.interpreted:
         return acc * lax.broadcast_in_dim(decay, acc.shape, [0])
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, BY_ROW), return_type=_array(acc.shape))
-    def branch_of_a_warp(_, acc, decay):
+    def warp_branch(_, acc, decay):
         i32 = ir.IntegerType.get_signless(32)
         changed = [
             arith.extui(i32, arith.cmpf(arith.CmpFPredicate.UNE, x, _constant(1.0)))
             for register in decay.registers.flat
             for x in _scalars(register)
         ]
-        # The branch is a whole warp's: products need its threads together.
+        # The whole warp takes the branch or not: wgmma needs its threads converged.
         vote = "{ .reg .pred a, b; setp.ne.b32 a, $1, 0; vote.sync.any.pred b, a, 0xffffffff; selp.b32 $0, 1, 0, b; }"
         some = changed[0]
         for x in changed[1:]:
@@ -176,14 +175,14 @@ def scaled(c: Call, acc, decay):
             scf.yield_(list(acc.registers.flat))
         return _like(acc, branch.results)
 
-    return branch_of_a_warp(acc, decay)
+    return warp_branch(acc, decay)
 
 
-def cut(c: Call, s, stop, start, ids):
+def apply_mask(c: KernelConfig, s, stop, start, ids):
     """``s`` with -inf, by rows, at columns from ``stop`` on, before ``start``, and where ``ids`` of row and key differ.
 
-    Bounds are moved by a lane's first column, so that every column is compared with a constant. A key's id is loaded where
-    it is compared: together they would take as many registers as half of the scores.
+    A lane's first column is subtracted from the bounds, so that every column is compared with a constant. A key's id is
+    loaded where it is compared: together they would take as many registers as half of the scores.
     """
     if c.interpreted:
         column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -236,8 +235,8 @@ def cut(c: Call, s, stop, start, ids):
     return compare(s, *given.values())
 
 
-def summed_by_threads(c: Call, p):
-    """``[ROWS, 8]``: sums of ``p`` by rows and by the column modulo 8. A thread has all that it adds."""
+def partial_row_sums(c: KernelConfig, p):
+    """``[ROWS, 8]``: sums of ``p`` by rows and by the column modulo 8, which each thread has in its own registers."""
     if c.interpreted:
         return functools.reduce(jnp.add, jnp.split(p, p.shape[1] // 8, axis=1))
 
@@ -251,7 +250,7 @@ def summed_by_threads(c: Call, p):
     return add(p)
 
 
-def clear_rows(c: Call, tile, flags):
+def clear_rows(c: KernelConfig, tile, flags):
     """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp."""
     if c.interpreted:
         tile[...] = jnp.where(lax.broadcast_in_dim(flags[...], tile.shape, [0]) != 0, 0, tile[...])
@@ -286,7 +285,7 @@ def clear_rows(c: Call, tile, flags):
     clear(tile, flags)
 
 
-def put_square(c: Call, square, x):
+def store_square(c: KernelConfig, square, x):
     """``x``, 64 by 64, of 16 bits, in ``square``, of shared memory.
 
     Registers go in the groups in which a product takes them: Mosaic GPU's own store takes others, and copies of all.
@@ -315,7 +314,7 @@ def put_square(c: Call, square, x):
     store(square, x)
 
 
-def put(c: Call, slot, value: int):
+def store_scalar(c: KernelConfig, slot, value: int):
     """``value`` in ``slot``, of shared memory, by a warp."""
     if c.interpreted:
         slot[0] = jnp.int32(value)
@@ -330,8 +329,8 @@ def put(c: Call, slot, value: int):
     store(slot)
 
 
-def complain(c: Call, slot, x, limit: float, number):
-    """``number`` in ``slot``, of shared memory, if any of ``x``, ``[ROWS, 8]``, is above ``limit`` or NaN."""
+def request_retry(c: KernelConfig, slot, x, limit: float, number):
+    """Set a retry flag, ``number`` in ``slot`` of shared memory, if any of ``x`` exceeds ``limit`` or is NaN."""
     if c.interpreted:
         slot[0] = jnp.where(jnp.all(x <= limit), slot[0], number)
         return
@@ -349,10 +348,10 @@ def complain(c: Call, slot, x, limit: float, number):
     store(slot, x, number)
 
 
-def take_item(c: Call, counter, slot, last):
-    """Which item is the next in all programs, for a warp, and in ``slot``, of shared memory; ``last``: the program's one before."""
+def take_item(c: KernelConfig, counter, slot, last):
+    """The next item of the queue of all CTAs, for a warp, and in ``slot`` of shared memory; ``last``: that before."""
     if c.interpreted:
-        slot[0] = lax.axis_index("program") if last is None else last + lax.axis_size("program")
+        slot[0] = lax.axis_index("cta") if last is None else last + lax.axis_size("cta")
         return slot[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -368,8 +367,8 @@ def take_item(c: Call, counter, slot, last):
     return slot[0]
 
 
-def branch(c: Call):
-    """A branch never taken: the compiler moves nothing across."""
+def never_taken_branch(c: KernelConfig):
+    """A branch that is never taken: ptxas moves nothing across it."""
     if not c.interpreted:
 
         @plgpu.inline_mgpu()
@@ -386,8 +385,8 @@ def modulo(i, n: int):
     return lax.rem(i.astype(jnp.uint32), jnp.uint32(n)).astype(jnp.int32)
 
 
-def zero(count):
-    """Zero, but not for the compiler, which would keep in registers whatever does not change from step to step."""
+def opaque_zero(count):
+    """Zero, which ptxas cannot know: what does not change from step to step it would keep in registers."""
     return lax.shift_right_logical(count, jnp.int32(30))
 
 

@@ -1,0 +1,65 @@
+"""Flash attention for Hopper: the declaration. Nothing here imports Mosaic GPU before a call needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, multiple_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
+    backward_defaults,
+    forward_defaults,
+    forward_space,
+)
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
+
+
+class PallasFlashAttention:
+    """The implementation for Hopper."""
+
+    name = "flash-sm90"
+    version = 6
+
+    @staticmethod
+    def forward(arrays, spec, params) -> tuple[Array, Array]:
+        """Output and lse; see ``forward``."""
+        from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward import forward
+
+        return forward(arrays, spec, params)
+
+    @staticmethod
+    def backward(arrays, spec, params, out, lse, dout, dlse, wanted) -> dict[str, Array]:
+        """The wanted gradients; see ``gradients``."""
+        from ejkernel.kernels._pallas.gpu.flash_attention_sm90.gradients import backward
+
+        return backward(arrays, spec, params, out, lse, dout, dlse, wanted)
+
+    @staticmethod
+    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """Blocks where nothing was tuned."""
+        return backward_defaults(shapes) if direction == "backward" else forward_defaults(shapes)
+
+    @staticmethod
+    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
+        """Blocks worth trying."""
+        return [backward_defaults(shapes)] if direction == "backward" else forward_space(shapes)
+
+
+kernel_registry.register(
+    "flash_attention",
+    Platform.PALLAS,
+    Backend.GPU,
+    priority=20,
+    support=Support(
+        # The instructions that it is made of (wgmma) are Hopper's alone.
+        devices=cuda(90, 90),
+        dtypes=HALF,
+        head_dims=multiple_of(32, at_most=256),
+        features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
+        gradients={"query", "key", "value", "softmax_aux"},
+        check=refusal,
+    ),
+)(PallasFlashAttention)

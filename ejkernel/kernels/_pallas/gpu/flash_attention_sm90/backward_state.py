@@ -1,0 +1,198 @@
+"""What the parts of the single backward kernel share: configuration, shared memory and barriers, a CTA's context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS, KernelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardConfig(KernelConfig):
+    """Everything static about a backward.
+
+    Attributes:
+        consumers: computing warpgroups of a CTA, each with 64 keys.
+        step: queries of one step of the loop.
+        stages: slots of the ring.
+        head, tail: whether any block of keys has masked steps at first, at last.
+        ascending: whether the loop runs from the first query up, and the last keys start; or the other way round.
+        round: blocks of keys that start in reverse order before those that follow, see ``backward_order``.
+        warps: whether producer and writers are warps of one warpgroup; JAX has no such warps in its interpreter, nor
+            where arrays vary over a mesh (``jax.shard_map``). There they are warpgroups.
+
+    The interpreter has no reductions in global memory: every CTA then has a dQ of its own.
+    """
+
+    consumers: int
+    step: int
+    stages: int
+    head: bool
+    tail: bool
+    ascending: bool
+    round: int = 1
+    warps: bool = True
+
+    @property
+    def masked(self) -> bool:
+        """Whether any step is masked."""
+        return self.head or self.tail
+
+    @property
+    def separate_loops(self) -> bool:
+        """Whether masked and unmasked steps have separate loops. With a cap at 64 there are too few registers."""
+        return not (self.cap and self.dim == ROWS)
+
+    @property
+    def writers(self) -> int:
+        """How many write dQ, alternately: a second warp costs nothing, a second warpgroup would cost registers."""
+        return 2 if self.warps or self.interpreted else 1
+
+    @property
+    def eager(self) -> bool:
+        """Whether dS and dQ are each published as soon as they are stored.
+
+        Else one fence publishes both, after the next scores were started. Measured: at 64, causal, the first is faster
+        by 4 %, at 128 the second by 1 to 5 %.
+        """
+        return self.dim == ROWS
+
+    @property
+    def slots(self) -> int:
+        """Of dS: one is written, one is read. If published at once, a warpgroup that is behind may read a third."""
+        return 3 if self.eager else 2
+
+    @property
+    def buffers(self) -> int:
+        """Of dQ: one for each writer where the slots of dS leave room."""
+        return 1 if self.eager else self.writers
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread: what the other warpgroups leave."""
+        return 240 if self.warps else 232
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether a warpgroup computes 64 rows of dQ, or else 64 of its columns: a square either way."""
+        return self.step == ROWS * self.consumers
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers of a CTA; see ``backward`` for what each barrier means."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    ds: Any
+    dq: Any
+    rows: Any
+    kv_ready: Any
+    ready: Any
+    free: Any
+    ds_ready: Any
+    dq_ready: Any
+    dq_free: Any
+    p: Any
+
+
+def shared_memory(c: BackwardConfig, dtype) -> Shared:
+    """The types of what a CTA has in shared memory."""
+
+    def tile(*shape, dtype=dtype):
+        width = 128 // jnp.dtype(dtype).itemsize
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+
+    return Shared(
+        k=tile(c.consumers, c.dim // ROWS, ROWS, ROWS),  # in squares: read by rows of keys and by columns
+        v=tile(c.consumers, ROWS, c.value_dim),
+        q=tile(c.stages, c.step, c.dim),
+        do=tile(c.stages, c.step, c.value_dim),
+        ds=tile(c.slots, c.consumers, c.step // ROWS, ROWS, ROWS),
+        dq=tile(c.buffers, c.consumers, ROWS, ROWS, dtype=jnp.float32),
+        rows=plgpu.SMEM((c.stages, 2, c.step), jnp.float32),
+        kv_ready=plgpu.Barrier(num_arrivals=c.consumers * (c.dim // ROWS + 1)),
+        ready=plgpu.Barrier(num_arrivals=3, num_barriers=c.stages),
+        free=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
+        ds_ready=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.slots),
+        dq_ready=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.writers),
+        dq_free=plgpu.Barrier(num_arrivals=1, num_barriers=c.buffers),
+        p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
+    )
+
+
+class Inputs(NamedTuple):
+    """The kernel's inputs in global memory, but for those that only masks read."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    rows: Any
+    table: Any
+    visitors: Any
+
+
+class Context(NamedTuple):
+    """What the roles of a CTA work with.
+
+    Attributes:
+        inputs, optional: in global memory; ``optional`` are the arrays that masks read.
+        dq, dk, dv: the outputs, in global memory.
+        counters: for each block of queries, how many CTAs have added to its dQ.
+        nth: as which of its head's blocks of keys the CTA's starts.
+        block: which block that is.
+        key0: its first key.
+    """
+
+    c: BackwardConfig
+    inputs: Inputs
+    optional: dict[str, Any]
+    dq: Any
+    dk: Any
+    dv: Any
+    shared: Shared
+    counters: Any
+    nth: Any
+    block: Any
+    batch: Any
+    kv_head: Any
+    key0: Any
+
+    @property
+    def table_batch(self):
+        """The batch entry's place in tables that may be shared by all."""
+        return self.batch if self.inputs.table.shape[0] > 1 else 0
+
+    def loop(self, zero=0):
+        """The first query, the first unmasked step, the first masked one after those, and how many steps there are.
+
+        Every role reads it: what the roles share is in registers of them all. So is what is read before a loop and used
+        after it, unless it is read again, at an address with an ``opaque_zero`` in it. What never happens is a
+        constant.
+        """
+        begin, head, full, tail = (self.inputs.table[self.table_batch, self.block + zero, i] for i in range(4))
+        first = head if self.c.head else jnp.int32(0)
+        last = first + full
+        return begin, first, last, last + (tail if self.c.tail else 0)
+
+    def order(self, t, steps):
+        """Which step of the loop is the ``t``-th: descending or ascending, and each for all heads of the group.
+
+        Loops that end alike then start alike, and no CTA is ahead of those that it waits for.
+        """
+        n = lax.div(t, jnp.int32(self.c.group))
+        return n if self.c.ascending else steps - 1 - n
+
+    def place(self, t, begin, steps):
+        """The head and the first query of the ``t``-th step."""
+        return (
+            self.kv_head * self.c.group + lax.rem(t, jnp.int32(self.c.group)),
+            begin + self.order(t, steps) * self.c.step,
+        )

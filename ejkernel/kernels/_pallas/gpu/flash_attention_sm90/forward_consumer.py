@@ -1,0 +1,277 @@
+"""A consumer of the forward kernel: a warpgroup that computes 64 rows of a block of queries."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, ForwardConfig, QueryBlock
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
+    BY_ROW,
+    WHOLE,
+    apply_mask,
+    modulo,
+    opaque_zero,
+    partial_row_sums,
+    reduce_rows,
+    request_retry,
+    rescale_rows,
+    start_pv,
+    start_qk,
+    wait_for_products,
+)
+from ejkernel.kernels.common.softmax import LOG2E
+
+# Where the softmax reference starts. Finite, so that a row without a visible key meets no inf - inf.
+LOWEST = -1e30
+# A row's weights are 2**(logit - reference). The reference cancels in the output and the lse, so any will do that keeps
+# weights in range: it is a lazily updated running maximum, updated only when the maximum is more than this above. Then
+# weights are at most 2**8, far under float16's 65504, and at least one was 1 when the reference was taken; sums are in
+# float32. Most steps rescale nothing.
+GROWTH = 8.0
+# A speculative block takes no maxima after its first steps: weights are in range anyway, unless logits grow by tens.
+# Beyond this sum it is computed again. Far from float32's 2**128, so that weights times values are in range as well.
+LIMIT = 2.0**64
+
+
+def consume_all(ctx: Context, warpgroup, items: int):
+    """Of a persistent kernel: computes the blocks that the producer takes from the queue."""
+    c = ctx.c
+
+    def wait_for_queries():
+        plgpu.barrier_wait(ctx.shared.q_ready.at[warpgroup])
+
+    def one(carry):
+        item, nth, first_slot, parity = carry
+        block = ctx.block(item)
+        first_slot = consume(ctx, block, warpgroup, first_slot, nth if c.speculative else None)
+        wait_for_queries()
+        if c.speculative:
+            retry = ctx.retry_requested(nth)
+
+            @pl.when(retry)
+            def _():
+                consume(ctx, block, warpgroup, first_slot)
+                wait_for_queries()
+
+            retry = retry.astype(jnp.int32)
+            first_slot, nth = ctx.slot(first_slot + retry * (block.steps + 1)), nth + retry
+        return ctx.shared.item[1 - parity, 0], nth + 1, first_slot, 1 - parity
+
+    wait_for_queries()
+    zero = jnp.int32(0)
+    lax.while_loop(lambda carry: carry[0] < items, one, (ctx.shared.item[0, 0], zero, zero, zero))
+
+
+def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
+    """Computes a block whose first step is in ``first_slot`` of the ring; returns the slot after its last.
+
+    With ``nth``, the block's number among those of the CTA, it is computed speculatively, and the retry flag of that
+    number is set if a sum of weights exceeds ``LIMIT``.
+    """
+    c, shared, optional = ctx.c, ctx.shared, ctx.optional
+    batch, head = block.batch, block.head
+    row0 = (block.index * c.consumers + warpgroup) * ROWS
+    q = shared.q.at[warpgroup]
+    p_smem = shared.p.at[warpgroup] if c.interpreted else None
+    other = lax.rem(warpgroup + 1, jnp.int32(c.consumers))
+
+    def slot(i):
+        return ctx.slot(first_slot + i)
+
+    # The upper bound of a static mask is known for every row: each warpgroup has its own and leaves out what only
+    # others see.
+    own_end = c.tail and c.right is not None and not (c.packed or c.segments)
+
+    def steps_before(part):
+        if not own_end or part < 2 or (part == 2 and not c.full):
+            return block.steps_before(part)
+        row = row0 if part == 2 else row0 + (ROWS - 1)
+        keys = jnp.maximum(jnp.minimum(row + c.right, c.kv_len) - block.begin, 0)
+        steps = lax.div(keys if part == 2 else keys + (c.step - 1), jnp.int32(c.step))
+        least = block.steps_before(1) if part == 2 else jnp.maximum(block.steps_before(1), 1)
+        return jnp.clip(steps, least, block.steps)
+
+    steps = steps_before(3)
+
+    def ping_pong_wait():
+        if c.ping_pong:
+            plgpu.barrier_wait(shared.ping_pong.at[warpgroup])
+
+    def ping_pong_arrive():
+        if c.ping_pong:
+            plgpu.barrier_arrive(shared.ping_pong.at[other])
+
+    def wait_for_next(i):
+        """Wait for the next step's keys and this one's values.
+
+        It stands between the exponentials and the wait for P·V: ptxas moves that wait to the front of its basic block,
+        and would have the exponentials wait too, were there no branch between.
+        """
+        plgpu.barrier_wait(shared.ready.at[slot(i + 1)])
+
+    def row_sums(p):
+        return partial_row_sums(c, p) if c.speculative else reduce_rows(c, p, "add")
+
+    def softmax(s, i, top, total, masked: bool, all_started: bool = False):
+        """Weights of a step, their sum so far, and, if the reference was updated, that and the factor of earlier terms.
+
+        A row that has seen nothing keeps ``LOWEST``: its logits are -inf, which is not above, and its weights 0. Its
+        first visible key takes the reference from there, and what was summed before, zeros, is multiplied by 0.
+
+        ``all_started``: every row's first visible key lies at or before the step's first.
+        """
+        s = _logits(c, s)
+        if masked:
+            s = _masked(ctx, s, batch, row0, block.begin + i * c.step, all_started)
+        updated = ()
+        if nth is None or not all_started:
+            high = reduce_rows(c, s, "max") * c.factor
+            new_top = jnp.where(high > top + GROWTH, high, top)
+            decay = jnp.exp2(top - new_top)
+            total, top = total * (lax.broadcast_in_dim(decay, total.shape, [0]) if c.speculative else decay), new_top
+            updated = top, decay
+        p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(top, s.shape, [0]))
+        return p, total + row_sums(p), updated
+
+    def step(i, carry, masked: bool, all_started: bool):
+        acc, top, total, p16 = carry
+        now = slot(i)
+        ping_pong_wait()
+        s = start_qk(c, q, shared.k.at[now])
+        acc = start_pv(c, acc, p16, shared.v.at[now], p_smem)
+        ping_pong_arrive()
+        (s,) = wait_for_products(c, 1, s)
+        plgpu.barrier_arrive(shared.k_free.at[now])
+        p, total, updated = lax.optimization_barrier(softmax(s, i, top, total, masked, all_started))
+        wait_for_next(i)
+        acc, p = wait_for_products(c, 0, acc, p)
+        plgpu.barrier_arrive(shared.v_free.at[now])
+        if updated:
+            top, decay = updated
+            acc = rescale_rows(c, acc, decay)
+        return acc, top, total, p.astype(shared.v.dtype)
+
+    top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), BY_ROW)
+    # A speculative block's sums are each thread's own until its last step.
+    if c.speculative:
+        total = plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+    else:
+        total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), BY_ROW)
+    acc = plgpu.layout_cast(jnp.zeros((ROWS, c.value_dim), jnp.float32), plgpu.Layout.WGMMA)
+
+    # The first step has no P·V before it, the last none after it.
+    plgpu.barrier_wait(shared.ready.at[slot(0)])
+    ping_pong_wait()
+    s = start_qk(c, q, shared.k.at[slot(0)])
+    ping_pong_arrive()
+    (s,) = wait_for_products(c, 0, s)
+    for free in (shared.k_free, shared.v_free):
+        plgpu.barrier_arrive(free.at[slot(0)])
+    p, total, (top, _) = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
+    wait_for_next(0)
+    carry = acc, top, total, p.astype(shared.v.dtype)
+    # All rows have started at the first unmasked step, or where it would be: trailing masked steps test only the upper
+    # bound.
+    parts = (True, False, c.head), (False, True, c.full), (True, True, c.tail)
+    for part, (masked, all_started, ever) in enumerate(parts):
+        if ever:
+            body = functools.partial(step, masked=masked, all_started=all_started)
+            carry = lax.fori_loop(jnp.maximum(steps_before(part), 1), steps_before(part + 1), body, carry)
+    acc, top, total, p16 = carry
+    if nth is not None:
+        request_retry(c, shared.retry.at[modulo(nth, 2) * c.consumers + warpgroup], total, LIMIT, nth)
+    if c.persistent:
+        plgpu.barrier_arrive(shared.q_free.at[warpgroup])
+    (acc,) = wait_for_products(c, 0, start_pv(c, acc, p16, shared.v.at[slot(steps)], p_smem))
+    for free in (shared.k_free, shared.v_free):
+        plgpu.barrier_arrive(free.at[slot(steps)])
+
+    def skip(i, _):
+        ping_pong_wait()
+        ping_pong_arrive()
+        plgpu.barrier_wait(shared.ready.at[slot(i)])
+        for free in (shared.k_free, shared.v_free):
+            plgpu.barrier_arrive(free.at[slot(i)])
+
+    if own_end:
+        lax.fori_loop(steps + 1, block.steps + 1, skip, None)
+    if c.speculative:
+        total = reduce_rows(c, total, "add")
+    if c.sinks:
+        # A sink may be far above the reference: here it becomes the maximum.
+        sinks = optional["sinks"]
+        sink = sinks[batch if sinks.shape[0] > 1 else 0, head] * LOG2E
+        new_top = jnp.maximum(top, sink)
+        decay = jnp.exp2(top - new_top)
+        acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+        total, top = total * decay + jnp.exp2(sink - new_top), new_top
+    # Addresses that are used at the end alone: the zero keeps ptxas from computing them before the loop.
+    row0 = row0 + opaque_zero(steps)
+    _store(ctx, block, warpgroup, row0, acc, top, total, again=nth is None)
+    return ctx.slot(first_slot + block.steps + 1)
+
+
+def _store(ctx: Context, block: QueryBlock, warpgroup, row0, acc, top, total, again: bool):
+    """Output and lse to global memory; ``again``: not for the first time, if the kernel is speculative."""
+    c, shared = ctx.c, ctx.shared
+    some = total != 0  # or NaN, which stays
+    inverse = jnp.where(some, 1.0 / total, 0.0)
+    rows = pl.ds(row0, ROWS)
+    ctx.lse.at[block.batch, block.head, rows][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+    target = (shared.q if shared.out is None else shared.out).at[warpgroup]
+    if c.persistent:
+        # The copy of a first result must not overtake that of the second.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not again or not c.speculative)
+    # Beside a NaN that other rows see, a row that sees nothing has 0 · NaN.
+    acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+    target[...] = jnp.where(lax.broadcast_in_dim(some, acc.shape, [0]), acc, 0.0).astype(target.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(target, ctx.out.at[block.batch, rows, block.head])
+
+
+def _logits(c: ForwardConfig, s):
+    """Logits, but for ``c.factor``."""
+    if c.cap:
+        return jnp.tanh(s * (c.scale / c.cap))
+    return s if c.scale > 0 else s * c.scale
+
+
+def _masked(ctx: Context, s, batch, row0, column0, all_started: bool):
+    """``s`` with -inf where a row does not see a key. A row sees ``[start, stop)``, counted from the step's first key.
+
+    ``all_started``: no row has a start after the step's first key, so only the upper bound is tested.
+    """
+    c, optional = ctx.c, ctx.optional
+
+    def part(name, start, size):
+        ref = optional[name]
+        return ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, size)]
+
+    def of_rows(name):
+        return plgpu.load(part(name, row0, ROWS), *WHOLE, layout=BY_ROW, optimized=False)
+
+    start = ids = None
+    if c.packed:
+        stop = of_rows("stop") - column0
+        if not all_started:
+            start = of_rows("start") - column0
+    else:
+        row = row0 - column0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
+        # Where there are segments, keys past the last have the id 0.
+        end = c.step if c.segments else c.kv_len - column0
+        stop = plgpu.layout_cast(jnp.full((ROWS,), end, jnp.int32), BY_ROW)
+        if c.right is not None:
+            stop = row + c.right if c.segments else jnp.minimum(stop, row + c.right)
+        if c.left is not None and not all_started:
+            start = row + c.left
+    if c.segments:
+        mine = of_rows("q_ids")
+        stop = jnp.where(mine > 0, stop, 0)
+        ids = mine, part("kv_ids", column0, c.step)
+    return apply_mask(c, s, stop, start, ids)
