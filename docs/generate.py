@@ -11,11 +11,13 @@ import re
 import sys
 from pathlib import Path
 
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # this tree, whatever is installed
+
 from ejkernel import Platform, kernel_registry
 from ejkernel.callib import CHIPS
 from ejkernel.contracts.device import describe
 
-HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 
 NAMES = {

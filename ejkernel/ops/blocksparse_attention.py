@@ -354,10 +354,8 @@ class BlockSparseAttention(Operation):
         batch, length, heads, _ = spec
         return self.finish(arguments, PartitionSpec(batch, length, heads), PartitionSpec(batch, heads, length))
 
-    def cost(self, call: Call) -> Cost:
+    def work(self, call: Call) -> Cost:
         """Of whole blocks: two products a pair of a listed block forward, five backward; every array once. A traced mask counts as full."""
-        if not call.shapes:
-            return Cost(0, 0, 0, 0)
         query, value, blocks = call.shapes["query"], call.shapes["value"], call.shapes["blocks"]
         batch, q_len, heads, head_dim = query.shape
         value_dim = value.shape[3]

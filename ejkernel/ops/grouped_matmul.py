@@ -236,7 +236,7 @@ class GroupedMatmul(Operation):
         """As a is partitioned, but for the axis that is summed."""
         return PartitionSpec(*spec[:-1])
 
-    def cost(self, call: Call) -> Cost:
+    def work(self, call: Call) -> Cost:
         """One product forward, two backward, for rows that all belong to a group; every array once."""
         a, b = call.shapes["a"], call.shapes["b"]
         inner = a.shape[-1]

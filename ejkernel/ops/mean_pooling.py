@@ -69,6 +69,7 @@ class MeanPooling(Operation):
 
     ``inputs`` ``[B, S, D]`` and, if given, ``mask`` boolean ``[B, S]``; or packed, with a batch axis of 1 that only a vmap makes
     larger: ``inputs`` ``[B, T, D]`` and ``cu_seqlens`` int32 ``[B, N + 1]``, which never decrease and lie from 0 to ``T``.
+    Tokens before the first offset and after the last belong to no sequence; their gradient is 0.
 
     A kernel's output is ``[B, D]`` or ``[B, N, D]``; there is no residual.
     """
@@ -165,7 +166,7 @@ class MeanPooling(Operation):
         """Partitioned as the inputs are, but for the tokens."""
         return PartitionSpec(None if arguments["cu_seqlens"] is not None else spec[0], spec[-1])
 
-    def cost(self, call: Call) -> Cost:
+    def work(self, call: Call) -> Cost:
         """An addition an element; every array once."""
         inputs = call.shapes["inputs"]
         batch, tokens, features = inputs.shape

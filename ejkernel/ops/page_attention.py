@@ -325,10 +325,8 @@ class PageAttention(Operation):
         """A cache serves the whole batch, so one an example cannot be part of it."""
         return not names & {"key_cache", "value_cache"}
 
-    def cost(self, call: Call) -> Cost:
+    def work(self, call: Call) -> Cost:
         """Two products a pair forward, five backward; the pages are read once. Lengths are data: the whole table counts."""
-        if not call.shapes:
-            return Cost(0, 0, 0, 0)
         query, keys, values = (call.shapes[name] for name in ("query", "key_cache", "value_cache"))
         batch, heads, head_dim = query.shape
         _, blocks, _, block_size, value_dim = values.shape

@@ -299,7 +299,7 @@ class Recurrent(Operation):
         state = PartitionSpec(None, batch) if arguments["bidirectional"] else PartitionSpec(batch)
         return PartitionSpec(batch, time), (state, state) if arguments["cell_type"] == "lstm" else state
 
-    def cost(self, call: Call) -> Cost:
+    def work(self, call: Call) -> Cost:
         """Two products a step and direction forward; backward each of them again, and one more for each factor."""
         inputs, weights = call.shapes["inputs"], call.shapes["weights"]
         batch, steps, features = inputs.shape

@@ -347,6 +347,13 @@ class RingAttention(Operation):
             ),
         )
 
+    def abstract(self, arguments: dict[str, Any], spec: RingSpec) -> dict[str, Any] | None:
+        """As the base class; ``prepare`` needs the mesh axis of a ``shard_map``, which ``explain`` does without."""
+        if not arguments["query"].shape[0]:
+            return None
+        given = {name: arguments[name] for name in self.arrays if arguments[name] is not None}
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in given.items()}
+
     def shapes(self, arrays: dict[str, Any], spec: RingSpec) -> dict[str, Any]:
         """Of a step's arrays: the sinks join after the last one, and a window comes as intervals."""
         shapes = super().shapes({name: x for name, x in arrays.items() if name != "softmax_aux"}, spec)
@@ -399,10 +406,8 @@ class RingAttention(Operation):
         """The output as the query is partitioned, but for the head dim."""
         return PartitionSpec(*spec[:3])
 
-    def cost(self, call: Call) -> Cost:
+    def work(self, call: Call) -> Cost:
         """Of one step with every pair visible: a device's queries beside one shard of keys. There are as many as devices."""
-        if not call.shapes:
-            return Cost(0, 0, 0, 0)
         query, value = call.shapes["query"], call.shapes["value"]
         batch, length, heads, head_dim = query.shape
         value_dim = value.shape[3]

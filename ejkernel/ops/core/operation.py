@@ -37,7 +37,7 @@ AnyArray = jax.Array | np.ndarray
 class Operation:
     """What an operation's file declares; see ``ejkernel.ops.flash_attention`` for one in full.
 
-    Subclasses set the class attributes and implement ``bind``, ``prepare``, ``finish`` and ``cost``.
+    Subclasses set the class attributes and implement ``bind``, ``prepare``, ``finish`` and ``work``.
 
     Attributes:
         name: of the algorithm in the registry.
@@ -122,7 +122,11 @@ class Operation:
         return True
 
     def cost(self, call: Call) -> Cost:
-        """Operations and bytes that the call needs at least."""
+        """Operations and bytes that the call needs at least; none if it is empty."""
+        return self.work(call) if call.shapes else Cost(0, 0, 0, 0)
+
+    def work(self, call: Call) -> Cost:
+        """The same for a call that is not empty."""
         raise NotImplementedError
 
     def sample(self, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -228,14 +232,17 @@ class Operation:
     def bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
         """The call, with the kernels' shapes, and the implementation it is pinned to, from all arguments by name."""
         call, pins = self._bound(arguments)
-        arrays = {name: arguments[name] for name in self.arrays if arguments[name] is not None}
+        prepared = self.abstract(arguments, call.spec)
+        return replace(call, shapes=self.shapes(prepared, call.spec) if prepared else {}), pins
+
+    def abstract(self, arguments: dict[str, Any], spec: Any) -> dict[str, Any] | None:
+        """The prepared arrays without values; None if the call has no work."""
 
         def prepared(arrays):
             everything = {**arguments, **arrays}
-            return None if self.empty(everything) is not None else self.prepare(everything, call.spec)
+            return None if self.empty(everything) is not None else self.prepare(everything, spec)
 
-        shapes = jax.eval_shape(prepared, arrays)
-        return replace(call, shapes={} if shapes is None else self.shapes(shapes, call.spec)), pins
+        return jax.eval_shape(prepared, {name: arguments[name] for name in self.arrays if arguments[name] is not None})
 
     def _bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
         pins = select.Pins(

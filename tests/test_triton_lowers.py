@@ -1,0 +1,39 @@
+"""Every operation that has a Triton kernel compiles for a GPU, forward and backward: the interpreter accepts more than it."""
+
+import jax
+import pytest
+from cases import Case
+from examples import all_examples, gradients
+
+from ejkernel import Platform, flash_attention, kernel_registry, target
+
+pytest.importorskip("jax_triton")
+pytest.importorskip("jax_cuda13_plugin", reason="jax-cuda13-plugin lowers Triton kernels, and is not installed")
+
+FLASH = Case("flash_attention", frozenset({"causal", "segments", "bias"}))
+
+
+def in_triton(example):
+    entries = kernel_registry.list_implementations(example.operation)
+    return any(e.platform is Platform.TRITON and example.features <= e.support.features for e in entries)
+
+
+def of_flash(arrays):
+    floats = {name: arrays[name] for name in ("query", "key", "value", "bias")}
+    return jax.vjp(lambda floats: flash_attention(**{**arrays, **floats}, causal=True, platform="triton"), floats)[0]
+
+
+def lowered(run, arrays):
+    with target("nvidia-h200"):
+        return jax.jit(run).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("example", [FLASH, *filter(in_triton, all_examples())], ids=str)
+def test_lowers(example):
+    if example is FLASH:
+        text = lowered(of_flash, FLASH.make("bfloat16")[0])
+    else:
+        run = lambda arrays: gradients(example, arrays, platform="triton")[:2]  # noqa: E731
+        text = lowered(run, example.arrays())
+    assert "triton" in text
