@@ -12,6 +12,7 @@ import json
 import operator
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral
 from pathlib import Path
@@ -21,7 +22,9 @@ import jax
 
 from ejkernel.errors import InvalidInputError
 from ejkernel.lab.extras import need
-from ejkernel.lab.timing import Places, caller, check_callable, memory_of, places, run, timed
+from ejkernel.lab.memory import memory_of
+from ejkernel.lab.timing import caller, check_callable
+from ejkernel.utils.bursts import PAUSE, Places, clocked, places, repeat
 
 __all__ = ["benchmark_latency", "benchmark_memory", "count_cuda_kernels", "default_schedule", "warmup"]
 
@@ -47,9 +50,9 @@ def benchmark_latency(
 ) -> float:
     """The mean time of `fn(*args, **kwargs)` over `n_repeat` calls, in milliseconds.
 
-    An accelerator is sent all calls and waited for once, as it runs them in order: the mean is that of the device, or of the
-    host if it cannot send them fast enough; torch on one GPU is timed by CUDA's events. On a CPU each call is waited for,
-    since JAX could run several at once.
+    The timed calls are one burst of `ejkernel.utils.bursts`, after the warm-up: an accelerator is sent all of them and waited
+    for once, as it runs them in order, so the mean is that of the device, or of the host if it cannot send them fast enough. On
+    a CPU each call is waited for, since JAX could run several at once.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -58,7 +61,7 @@ def benchmark_latency(
     """
     n_repeat = _count("n_repeat", n_repeat, least=1)
     call, where = _warm(fn, args, kwargs, n_warmup)
-    return timed(call, n_repeat, "timed run", where) / n_repeat
+    return clocked(call, n_repeat, "timed run", where) / n_repeat * 1e3
 
 
 def benchmark_memory(
@@ -92,7 +95,9 @@ def _warm(fn: Any, args: tuple, kwargs: dict, n_warmup: Any) -> tuple[Callable[[
     call = caller(fn, args, kwargs)
     if n_warmup == 0:
         return call, None
-    return call, places(args, kwargs, run(call, n_warmup, "warm-up run", None))
+    if places(args, kwargs).queued:
+        time.sleep(PAUSE)  # an accelerator in the state in which every burst finds it, whatever ran before
+    return call, places(args, kwargs, repeat(call, n_warmup, "warm-up run", None))
 
 
 def _count(name: str, value: Any, least: int) -> int:

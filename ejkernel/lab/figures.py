@@ -83,11 +83,11 @@ class Look(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One operation's values against length: ``{implementation: [(length, value, low, high), …]}``."""
+    """One operation's values against length: ``{implementation: [(length, value, high), …]}``."""
 
     operation: str
     what: str
-    series: dict[str, list[tuple[float, float, float, float]]]
+    series: dict[str, list[tuple[float, float, float]]]
 
 
 def positive(value: Any) -> float | None:
@@ -148,16 +148,16 @@ def panels(result: Mapping[str, Any], kind: str) -> list[Panel]:
     Example:
         >>> row = {"operation": "op", "what": "forward", "length": 8, "implementation": "ejkernel", "ms": 2.0}
         >>> panels({"timings": [row]}, "latency")
-        [Panel(operation='op', what='forward', series={'ejkernel': [(8.0, 2.0, 2.0, 2.0)]})]
+        [Panel(operation='op', what='forward', series={'ejkernel': [(8.0, 2.0, 2.0)]})]
     """
-    fields = {"latency": ("ms", "low_ms", "high_ms"), "memory": ("memory_bytes",) * 3}[kind]
+    fields = {"latency": ("ms", "high_ms"), "memory": ("memory_bytes", "memory_bytes")}[kind]
     found: dict[tuple[str, str], dict[str, list]] = {}
     for row in result.get("timings") or ():
-        length, value, low, high = (positive(row.get(field)) for field in ("length", *fields))
+        length, value, high = (positive(row.get(field)) for field in ("length", *fields))
         if length and value:
             call = str(row.get("operation") or ""), str(row.get("what") or "")
             series = found.setdefault(call, {}).setdefault(str(row.get("implementation")), [])
-            series.append((length, value, min(low or value, value), max(high or value, value)))
+            series.append((length, value, max(high or value, value)))
     order = list(looks(result))
     return [
         Panel(*call, {name: sorted(series[name]) for name in order if name in series}) for call, series in found.items()
@@ -384,9 +384,9 @@ def _over_length(group: list[Panel], kind: str, look: Mapping[str, Look], captio
     for ax, panel in zip(axes, group, strict=True):
         everything = [row for series in panel.series.values() for row in series]
         for name in reversed(panel.series):  # ours on top
-            x, y, low, high = zip(*panel.series[name], strict=True)
-            y, low, high = ([value / divisor for value in values] for values in (y, low, high))
-            ax.fill_between(x, low, high, color=_LIGHT[look[name].role], alpha=0.16, linewidth=0)
+            x, y, high = zip(*panel.series[name], strict=True)
+            y, high = ([value / divisor for value in values] for values in (y, high))
+            ax.fill_between(x, y, high, color=_LIGHT[look[name].role], alpha=0.16, linewidth=0)
             ax.plot(x, y, **style(name))
         ax.set_title(_plain(panel.operation), pad=22)
         ax.text(0, 1.045, _plain(panel.what), transform=ax.transAxes, color=_LIGHT["muted"], size=9.5)

@@ -337,7 +337,11 @@ def _speed(result: Mapping[str, Any]) -> tuple[str, str, str] | None:
     plots = figures.inline({"timings": timings})
     body = [_against(compared)] if compared else []
     for kind, title, note in (
-        ("latency", "Time against length", "Lower is better. Both axes are logarithmic; the bands hold the spread."),
+        (
+            "latency",
+            "Time against length",
+            "Lower is better. Both axes are logarithmic; the bands reach from the best burst to the 90th percentile.",
+        ),
         ("memory", "Memory against length", "Peak memory of a call; lower is better. Both axes are logarithmic."),
     ):
         if kind in plots:
@@ -389,8 +393,8 @@ def _times(rows: list[Mapping[str, Any]]) -> tuple[str, str, str] | None:
             positive(row.get("ms")),
             ours.get((_word(row.get("operation")), _word(row.get("what")), row.get("length"))),
         )
-        low, high = positive(row.get("low_ms")), positive(row.get("high_ms"))
-        spread = f'<span class="range">{number(low)} – {number(high)}</span>' if ms and low and high else ""
+        median, high = positive(row.get("median_ms")), positive(row.get("high_ms"))
+        spread = f'<span class="range">{number(median)} – {number(high)}</span>' if ms and median and high else ""
         notes = "; ".join(filter(None, (_word(row.get("reason")), *map(_word, row.get("flags") or ()))))
         shown.append(
             ("<tr class=ours>" if is_ours(row.get("implementation")) else "<tr>")
@@ -420,7 +424,7 @@ def _times(rows: list[Mapping[str, Any]]) -> tuple[str, str, str] | None:
     return (
         "times",
         "Times",
-        "<p>The median of each call, with the spread below it. Ours are shaded.</p>"
+        "<p>The best burst of each call; below it the median and the 90th percentile. Ours are shaded.</p>"
         '<div class="tools"><label for="filter" class="hidden">Filter the times</label>'
         '<input id="filter" type="search" data-filter="timings" placeholder="Filter: forward 2,048 …">'
         "<output></output></div>" + _table("timings", "Times", columns, shown),
