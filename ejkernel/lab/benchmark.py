@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import operator
 import os
 import re
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.lab.arguments import counted
 from ejkernel.lab.extras import need
 from ejkernel.lab.memory import memory_of
 from ejkernel.lab.timing import caller, check_callable
@@ -59,7 +59,7 @@ def benchmark_latency(
         >>> benchmark_latency(jax.jit(jnp.sin), jnp.ones(8), n_warmup=2, n_repeat=3) > 0
         True
     """
-    n_repeat = _count("n_repeat", n_repeat, least=1)
+    n_repeat = counted("n_repeat", n_repeat, least=1)
     call, where = _warm(fn, args, kwargs, n_warmup)
     return clocked(call, n_repeat, "timed run", where) / n_repeat * 1e3
 
@@ -82,7 +82,7 @@ def benchmark_memory(
         >>> peak >= allocated > 0
         True
     """
-    n_repeat = _count("n_repeat", n_repeat, least=1)
+    n_repeat = counted("n_repeat", n_repeat, least=1)
     call, where = _warm(fn, args, kwargs, n_warmup)
     memory = memory_of(call, n_repeat, "measured run", where or places(args, kwargs))
     return memory.peak / GB, memory.after / GB
@@ -91,23 +91,13 @@ def benchmark_memory(
 def _warm(fn: Any, args: tuple, kwargs: dict, n_warmup: Any) -> tuple[Callable[[], Any], Places | None]:
     """The call, and where it computes if it has been called."""
     check_callable(fn)
-    n_warmup = _count("n_warmup", n_warmup, least=0)
+    n_warmup = counted("n_warmup", n_warmup, least=0)
     call = caller(fn, args, kwargs)
     if n_warmup == 0:
         return call, None
     if places(args, kwargs).queued:
         time.sleep(PAUSE)  # an accelerator in the state in which every burst finds it, whatever ran before
     return call, places(args, kwargs, repeat(call, n_warmup, "warm-up run", None))
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = least - 1
-    if count < least or isinstance(value, bool):
-        raise InvalidInputError(f"{name} is {value!r}; expected an integer of at least {least}.")
-    return count
 
 
 # --- torch's profiler ------------------------------------------------------------------------------------------------
@@ -255,7 +245,7 @@ def _kernels_of_mapping(prof: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
                 f"prof has the key {name!r} ({type(name).__name__}); expected names of kernels and how often each ran, or a "
                 "loaded trace with its traceEvents."
             )
-        count = _count(f"prof[{name!r}]", count, least=0)
+        count = counted(f"prof[{name!r}]", count, least=0)
         if not _ON_HOST.match(name):
             yield name, count
 
