@@ -3,7 +3,6 @@
 Exit codes: 0, all is well; 1, a check failed; 2, the command was asked for something that cannot be; 130, interrupted.
 """
 
-import json
 import os
 import sys
 from contextlib import contextmanager
@@ -57,7 +56,7 @@ def _app() -> Any:
     import typer
 
     from ejkernel.lab import tables
-    from ejkernel.lab.page import finite
+    from ejkernel.lab.page import as_json as to_json
 
     app = typer.Typer(
         no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
@@ -68,7 +67,7 @@ def _app() -> Any:
     def show(result: Any, as_json: bool, draw: Any) -> None:
         try:
             if as_json:
-                print(json.dumps(finite(result), indent=1, allow_nan=False), flush=True)
+                print(to_json(result), flush=True)
             else:
                 tables.to_terminal(draw, result)
         except BrokenPipeError:  # whoever read it, such as head, has gone: that is no failure
