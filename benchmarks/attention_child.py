@@ -6,20 +6,21 @@ Nothing of ejkernel is imported before a job asks for it, for an older release m
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import itertools
 import json
-import math
 import os
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
 
-SECONDS_A_BATCH, BATCHES = 0.1, 3
+BURSTS = Path(__file__).parents[1] / "ejkernel" / "utils" / "bursts.py"
 GIVE_UP_AFTER = 3
 LOST = 3
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "tokamax", "ejkernel", "flash-attn-4")
@@ -248,48 +249,36 @@ def chosen_platform(work):
     return explain("flash_attention", **floats, **rest, **work.options).chosen.platform.value
 
 
+@functools.cache
+def timing():
+    """The package's own way to time, by its file: the ``ejkernel`` of this process may be another release."""
+    spec = importlib.util.spec_from_file_location("bursts", BURSTS)
+    module = sys.modules["bursts"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def measure_jax(work):
     if work.job["part"] == "compile":
         return {"compile_s": work.seconds}
     floats, rest, dout = work.arrays()
-    row = {}
-    forward = jax_seconds(functools.partial(work.compiled["forward"], floats, rest))
-    row |= {"forward_ms": forward * 1e3, "forward_tflops": flops(work.case) / forward / 1e12}
+    calls = {"forward": functools.partial(work.compiled["forward"], floats, rest)}
+    if "both" in work.compiled:
+        calls["both"] = functools.partial(work.compiled["both"], floats, rest, dout)
+    times = timing().time_bursts(calls)
+    forward = times["forward"].best
+    row = {"forward_ms": forward * 1e3, "forward_tflops": flops(work.case) / forward / 1e12}
     if "both" in work.failures:
         row["backward_failed"] = words_of(work.failures["both"])
-    if "both" in work.compiled:
-        run = functools.partial(work.compiled["both"], floats, rest, dout)
-        both = jax_seconds(run)
+    if "both" in times:
+        both = times["both"].best
         backward = max(both - forward, 1e-9)
         row |= {"both_ms": both * 1e3, "backward_ms": backward * 1e3}
         row["backward_tflops"] = 2.5 * flops(work.case) / backward / 1e12
-        row["repeats"] = bool(_same_bits(run(), run()))
+        row["repeats"] = bool(_same_bits(calls["both"](), calls["both"]()))
         with contextlib.suppress(Exception):
             row["temporary_mib"] = round(work.compiled["both"].memory_analysis().temp_size_in_bytes / 2**20, 1)
     return row
-
-
-def jax_seconds(run):
-    import jax
-
-    return best_seconds(run, jax.block_until_ready)
-
-
-def best_seconds(run, wait):
-    """Of the best of some batches, each of many calls ended by one wait."""
-    for _ in range(2):
-        wait(run())
-    start = time.perf_counter()
-    wait(run())
-    calls = max(3, min(2000, math.ceil(SECONDS_A_BATCH / (time.perf_counter() - start))))
-    best = math.inf
-    for _ in range(BATCHES):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = run()
-        wait(out)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
 
 
 def _same_bits(a, b):
@@ -362,25 +351,28 @@ class TorchJob:
         if self.job["part"] == "errors":
             return torch_errors(self.case, attend, inputs, dout, swap)
 
-        def wait(_):
-            torch.cuda.synchronize()
+        def forward():
+            with torch.no_grad():
+                return attend(*inputs)
 
-        with torch.no_grad():
-            forward = best_seconds(lambda: attend(*inputs), wait)
-        row = {"forward_ms": forward * 1e3, "forward_tflops": flops(self.case) / forward / 1e12}
-        if self.job.get("forward_only"):
-            return row
-        try:
-            out = attend(*inputs)
-
-            def pull():
-                return torch.autograd.grad(out, inputs, dout, retain_graph=True)
-
-            backward = best_seconds(pull, wait)
-            row |= {"backward_ms": backward * 1e3, "backward_tflops": 2.5 * flops(self.case) / backward / 1e12}
-            row["repeats"] = all(torch.equal(a, b) for a, b in zip(pull(), pull(), strict=True))
-        except Exception as error:
-            row["backward_failed"] = words_of(error)
+        calls, row = {"forward": forward}, {}
+        if not self.job.get("forward_only"):
+            try:
+                out = attend(*inputs)
+                calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+            except Exception as error:
+                row["backward_failed"] = words_of(error)
+        times = timing().time_bursts(calls)
+        for name, work in (("forward", 1), ("backward", 2.5)):
+            if name == "backward" and name in times and times[name].error is not None:
+                row["backward_failed"] = words_of(times[name].error)
+            elif name in times:
+                seconds = times[name].best
+                row |= {f"{name}_ms": seconds * 1e3, f"{name}_tflops": work * flops(self.case) / seconds / 1e12}
+        if "backward_ms" in row:
+            row["repeats"] = all(
+                torch.equal(a, b) for a, b in zip(calls["backward"](), calls["backward"](), strict=True)
+            )
         return row
 
 

@@ -1,9 +1,9 @@
-"""flash_attention on XLA beside torch and jax.nn, on a CPU: ratios within one process, the best of several runs.
+"""flash_attention on XLA beside torch and jax.nn, on a CPU: ratios within one process.
 
     python benchmarks/attention_cpu.py [--out benchmarks/results/attention_cpu.json]
 
 float32, 8 heads × 64, causal, batch 1. torch is measured if it is installed (2.13.0 in the committed results).
-The implementations take turns, three runs each a round, so that a noisy moment of the machine hits all of them.
+Bursts of all implementations are timed in random order, each after a pause, and the best of each counts.
 """
 
 import time
@@ -11,7 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import best_of, jax_run, main, torch_version
+from shared import best_of, jax_run, main, torch_version
 
 from ejkernel import flash_attention
 

@@ -3,8 +3,10 @@
     python benchmarks/attention_gpu.py --out FILE [--peers DIR] [--fa4 DIR] [--parts cells,errors] [--only-dims 128]
 
 bfloat16, 16,384 tokens, heads × head dim = 2048, as FlashAttention's papers have it. Forward operations are 4·B·H·D·S², half
-of that with a causal mask; the backward's are 2.5 times as many. A time is the best of three batches of asynchronous calls,
-each ended by one wait. Backward times are those of forward and backward together less the forward's; torch's are measured.
+of that with a causal mask; the backward's are 2.5 times as many. Forward and backward of a job are timed by bursts in random
+order, each after a pause, and the best of each counts. Backward times are those of forward and backward together less the
+forward's; torch's are measured. Implementations run one after another, many in processes of their own: to compare two that
+differ by less than a tenth, time them together, as hopper_gpu.py does.
 
 Peers run in processes of their own with DIR as PYTHONPATH, for upstream has this package's name. Parts that are measured
 again replace their rows in FILE, the others stay.

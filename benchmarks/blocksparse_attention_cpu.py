@@ -9,7 +9,7 @@ masks`` are one a head; a traced mask is an argument of the compiled function, t
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import best_of, jax_run, main
+from shared import best_of, jax_run, main
 
 from ejkernel import blocksparse_attention, flash_attention
 

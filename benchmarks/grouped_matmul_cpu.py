@@ -4,14 +4,15 @@
 
 float32, M = 4096, K = N = 512; random group sizes, so that no group starts at a multiple of a tile. torch is measured if
 it is installed: a loop over the groups in Python, with sizes that it knows beforehand. The dense product is
-``[M, K] · [K, N]``, the work of all groups together. Everything takes turns; the best of several rounds counts.
+``[M, K] · [K, N]``, the work of all groups together. Bursts of all of them are timed
+in random order, each after a pause, and the best of each counts.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import best_of, main, torch_version
-from timing import jax_run as timed
+from shared import best_of, main, torch_version
+from shared import jax_run as compiled
 
 from ejkernel import grouped_matmul
 
@@ -33,15 +34,15 @@ def inputs(groups):
 
 
 def jax_run(f, direction, a, b, dout, *rest):
-    """A timed call of ``f(a, b, *rest)``; the backward pulls a random cotangent back to a and b."""
+    """A compiled call of ``f(a, b, *rest)``; the backward pulls a random cotangent back to a and b."""
     if direction == "forward":
-        return timed(f, a, b, *rest)
+        return compiled(f, a, b, *rest)
 
     def both(a, b, dout, *rest):
         out, pull = jax.vjp(lambda a, b: f(a, b, *rest), a, b)
         return out, pull(dout)
 
-    return timed(both, a, b, dout, *rest)
+    return compiled(both, a, b, dout, *rest)
 
 
 def ragged_dot(a, b, group_sizes):
@@ -110,7 +111,7 @@ def by_groups(rounds, counts=(4, 16, 64)):
                 group_sizes = sizes(groups, kind)
                 runs["ejkernel", groups] = jax_run(grouped_matmul, direction, a, b, dout, group_sizes)
                 runs["torch_loop", groups] = torch_run(direction, a, b, dout, group_sizes)
-                runs["zeros_like_b", groups] = timed(lambda shape=b.shape: jnp.zeros(shape))
+                runs["zeros_like_b", groups] = compiled(lambda shape=b.shape: jnp.zeros(shape))
             times = best_of({name: run for name, run in runs.items() if run}, rounds)
             row = {"case": f"{kind}, {direction}"}
             row |= {f"{name}_{groups}_groups_ms": seconds * 1e3 for (name, groups), seconds in times.items()}

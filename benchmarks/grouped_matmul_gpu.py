@@ -2,12 +2,11 @@
 
     python benchmarks/grouped_matmul_gpu.py [--out benchmarks/results/grouped_matmul_gpu.json]
 
-Random group sizes; the best of several rounds, waiting for each result.
+Random group sizes; bursts of all three are timed in random order, each after a pause, and the best of each counts.
 """
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import grouped_matmul
+from ejkernel.utils.bursts import time_bursts
 
 # dtype, M, K, N, groups
 CASES = [
@@ -25,19 +25,6 @@ CASES = [
     ("float32", 8192, 2048, 2048, 8),
     ("float32", 8192, 2048, 2048, 64),
 ]
-
-
-def best_of(runs, rounds):
-    """Seconds of each run's best round, the runs taking turns."""
-    best = dict.fromkeys(runs, float("inf"))
-    for run in runs.values():
-        jax.block_until_ready(run())
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
 
 
 def measure(dtype, m, k, n, groups, rounds):
@@ -62,7 +49,8 @@ def measure(dtype, m, k, n, groups, rounds):
         return lambda: jitted(a, b, dout, *rest)
 
     for direction, wrap in (("forward", forward), ("backward", backward)):
-        times = best_of({name: wrap(*product) for name, product in products.items()}, rounds)
+        bursts = time_bursts({name: wrap(*product) for name, product in products.items()}, rounds=rounds)
+        times = {name: found.best for name, found in bursts.items()}
         row = {"case": f"{dtype} M={m} K={k} N={n}, {groups} groups, {direction}"}
         row |= {f"{name}_ms": seconds * 1e3 for name, seconds in times.items()}
         row["faster_than_ragged_dot"] = times["ragged_dot"] / times["ejkernel"]

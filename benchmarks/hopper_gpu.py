@@ -1,19 +1,16 @@
-"""The Pallas kernels of flash_attention on a Hopper GPU and their peers, in turns: TFLOP/s, features, errors, a Llama-like layer.
+"""The Pallas kernels of flash_attention on a Hopper GPU and their peers, timed together: TFLOP/s, features, errors, a Llama-like layer.
 
     python benchmarks/hopper_gpu.py --out FILE [--peers DIR] [--fa4 DIR] [--parts cells,window,features,llama,errors]
 
-Back to back, the same program was seen to differ by a tenth with its place in the order, so implementations that run one
-after another are not comparable. Here every time is of a burst of calls after a pause; bursts of all implementations of a cell
-come in random order, several rounds, and the best burst of each counts. The backward is measured by itself, from the
-residuals of a forward. Cells, features and errors are those of attention_gpu.py.
+All implementations of a cell are timed together: bursts in random order, each after a pause, the best of each counts
+(`ejkernel.utils.bursts` says why). The backward is measured by itself, from the residuals of a forward. Cells, features and
+errors are those of attention_gpu.py.
 """
 
 import argparse
 import functools
 import itertools
 import json
-import math
-import random
 import sys
 import time
 import types
@@ -26,7 +23,6 @@ import attention_gpu as cells
 PARTS = ("cells", "window", "features", "llama", "errors")
 OURS, CUDNN, TOKAMAX, FA4 = "ejkernel pallas", "jax.nn cudnn", "tokamax mosaic_gpu", "FlashAttention-4"
 LLAMA = cells.case(1, 8192, 32, 128, kv_heads=8)
-PAUSE, BURST, ROUNDS = 0.02, 0.015, 6
 DIRECTIONS = ("forward", "backward")
 # Forward, backward, both in terms of the forward's operations.
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -99,12 +95,6 @@ class Jax:
                 calls[name] = functools.partial(program, floats, rest, *([dout] if name == "both" else []))
         return calls
 
-    @staticmethod
-    def wait(x):
-        import jax
-
-        jax.block_until_ready(x)
-
 
 class Torch:
     """FlashAttention-4's."""
@@ -132,56 +122,35 @@ class Torch:
             calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
         return calls
 
-    @staticmethod
-    def wait(_):
-        import torch
-
-        torch.cuda.synchronize()
-
 
 def directions(job):
     return job.get("directions") or (DIRECTIONS[:1] if job.get("forward_only") else DIRECTIONS)
 
 
-def burst(call, wait):
-    """Seconds of a call, in a burst after a pause."""
-    time.sleep(PAUSE)
-    wait(call())
-    start = time.perf_counter()
-    wait(call())
-    count = max(3, math.ceil(BURST / (time.perf_counter() - start)))
-    start = time.perf_counter()
-    for _ in range(count):
-        out = call()
-    wait(out)
-    return (time.perf_counter() - start) / count
-
-
 def measured(works):
     """A row for each of ``works``, pairs of a job and its programs, that share a cell."""
+    from ejkernel.utils.bursts import time_bursts
+
     calls, rows = {}, []
     for number, (job, work) in enumerate(works):
         rows.append({"implementation": job["implementation"], **job["key"]})
         try:
             if isinstance(work, Exception):
                 raise work
-            for name, call in work.start().items():
-                work.wait(call())
-                calls[number, name] = call, work.wait
+            calls |= {(number, name): call for name, call in work.start().items()}
         except Exception as error:
             rows[-1]["failed"] = child.words_of(error)
-    times = {key: [] for key in calls}
-    for _ in range(ROUNDS):
-        for key in random.sample(list(calls), len(calls)):
-            times[key].append(burst(*calls[key]))
-    for (number, name), seconds in times.items():
+    for (number, name), times in time_bursts(calls).items():
         job, work = works[number]
-        row, best = rows[number], min(seconds)
-        row[f"{name}_ms"] = round(best * 1e3, 4)
-        row[f"{name}_ms_median"] = round(sorted(seconds)[len(seconds) // 2] * 1e3, 4)
-        row[f"{name}_tflops"] = round(WORK[name] * child.flops(job["case"]) / best / 1e12, 1)
+        row = rows[number]
+        if times.error is not None:
+            row["failed"] = child.words_of(times.error)
+            continue
+        row[f"{name}_ms"] = round(times.best * 1e3, 4)
+        row[f"{name}_ms_median"] = round(times.median * 1e3, 4)
+        row[f"{name}_tflops"] = round(WORK[name] * child.flops(job["case"]) / times.best / 1e12, 1)
         if name != "forward" and isinstance(work, Jax):
-            call = calls[number, name][0]
+            call = calls[number, name]
             row["repeats"] = bool(child._same_bits(call(), call()))
     return rows
 
@@ -208,7 +177,7 @@ def ready(job):
 
 
 def in_cells(works):
-    """The rows of ``works``: those of a cell are measured in turns, of another part all."""
+    """The rows of ``works``: those of a cell are timed together, of another part all."""
 
     def cell_of(work):
         job, _ = work

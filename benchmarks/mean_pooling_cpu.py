@@ -1,17 +1,17 @@
-"""mean_pooling on XLA beside jnp.mean over the same array, on a CPU: ratios within one process, the best of several runs.
+"""mean_pooling on XLA beside jnp.mean over the same array, on a CPU: ratios within one process.
 
     python benchmarks/mean_pooling_cpu.py [--out benchmarks/results/mean_pooling_cpu.json]
 
 float32, 32768 tokens × 512: as [16, 2048, 512] with masks, and packed as 16 to 4096 sequences. ``jnp.mean`` is the mean over
 the second axis of [16, 2048, 512], which knows no mask; ``jnp.where`` is the usual masked mean. torch is measured if it is
-installed: its mean of the same array. The implementations take turns, three runs each a round, so that a noisy moment of
-the machine hits all of them.
+installed: its mean of the same array. Bursts of all implementations are timed in random order, each after a pause,
+and the best of each counts.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import best_of, jax_run, main, torch_version
+from shared import best_of, jax_run, main, torch_version
 
 from ejkernel import mean_pooling
 

@@ -4,13 +4,14 @@
 
 32 query heads, 8 key heads, head dim 128; pages in random order. ``read`` is a plain sum over as many bytes of cache as the
 contexts hold, in order and on all cores: what memory allows. ``gather`` copies each sequence's table full of pages side by
-side, then runs dense attention. The runs take turns, so that a noisy moment of the machine hits all of them.
+side, then runs dense attention. Bursts of all three are timed in random order, each after a pause, and the best
+of each counts.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import best_of, jax_run, main
+from shared import best_of, jax_run, main
 
 from ejkernel import page_attention
 

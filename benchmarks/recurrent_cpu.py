@@ -1,17 +1,17 @@
-"""recurrent on XLA beside torch, on a CPU: ratios within one process, the best of several runs.
+"""recurrent on XLA beside torch, on a CPU: ratios within one process.
 
     python benchmarks/recurrent_cpu.py [--out benchmarks/results/recurrent_cpu.json]
 
 float32, batch 16, 256 steps, 256 features, hidden size 256. torch is measured if it is installed (2.13.0 in the committed
 results): its forward without gradients, and with them the forward that keeps what its backward needs. ``scan`` is the same
-layer as a ``lax.scan`` that JAX differentiates. The implementations take turns, three runs each a round, so that a noisy
-moment of the machine hits all of them.
+layer as a ``lax.scan`` that JAX differentiates. Bursts of all implementations are timed in random order,
+each after a pause, and the best of each counts.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import best_of, jax_run, main, torch_version
+from shared import best_of, jax_run, main, torch_version
 
 from ejkernel import recurrent
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from timing import main
+from shared import main
 
 from ejkernel import Support, kernel_registry, ring_attention
 

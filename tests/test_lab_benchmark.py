@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from ejkernel.errors import InvalidInputError, UnsupportedError
-from ejkernel.lab import benchmark, benchmark_latency, benchmark_memory, count_cuda_kernels, timing, warmup
+from ejkernel.lab import benchmark, benchmark_latency, benchmark_memory, count_cuda_kernels, memory, warmup
 from ejkernel.lab.benchmark import _category
+from ejkernel.utils import bursts
+from ejkernel.utils.bursts import Places, places
 
 KEYS = ["gemm", "elementwise", "softmax", "layernorm", "memory", "other", "total"]
 MIB = 1024**2
@@ -37,7 +39,7 @@ class Counter:
 def clock(monkeypatch):
     """A clock that only moves when a test moves it."""
     now = types.SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now.seconds, sleep=lambda _: None))
+    monkeypatch.setattr(bursts, "time", types.SimpleNamespace(perf_counter=lambda: now.seconds, sleep=lambda _: None))
     return now
 
 
@@ -147,7 +149,7 @@ def test_latency_is_the_mean_of_the_timed_runs(clock):
 def waits(monkeypatch):
     log = []
     real = jax.block_until_ready
-    monkeypatch.setattr(timing.jax, "block_until_ready", lambda out: (log.append(out), real(out))[1])
+    monkeypatch.setattr(bursts.jax, "block_until_ready", lambda out: (log.append(out), real(out))[1])
     return log
 
 
@@ -191,19 +193,13 @@ def test_plain_functions_are_not_waited_for(waits):
 
 def test_an_accelerator_is_sent_all_calls_and_waited_for_once(monkeypatch):
     log = []
-    place = timing.Places((), (types.SimpleNamespace(platform="gpu", id=0),))
+    place = Places((), (types.SimpleNamespace(platform="gpu", id=0),))
     assert place.queued
     monkeypatch.setattr(benchmark, "places", lambda *trees: place)
-    monkeypatch.setattr(timing, "wait", lambda out, where: log.append("wait"))
+    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(sleep=lambda _: log.append("pause")))
+    monkeypatch.setattr(bursts, "wait", lambda out, where: log.append("wait"))
     benchmark_latency(lambda: log.append("call"), n_warmup=1, n_repeat=3)
-    assert log == ["call", "wait", "call", "call", "call", "wait"]
-
-
-def test_a_mix_with_the_cpu_waits_for_each():
-    cpu, gpu = (types.SimpleNamespace(platform=name, id=0) for name in ("cpu", "gpu"))
-    assert not timing.Places((), (cpu, gpu)).queued
-    assert not timing.Places((), ()).queued
-    assert timing.places(jnp.ones(2), {"a": (jnp.ones(2), None)}).jax == (jax.devices()[0],)
+    assert log == ["pause", "call", "wait", "call", "call", "call", "wait"]
 
 
 class FakeDevice:
@@ -219,27 +215,13 @@ class FakeDevice:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A torch whose GPU takes 2 ms a call and has an allocator."""
+    """A torch whose GPU has an allocator."""
     log = []
-    gpu = types.SimpleNamespace(ms=0.0, in_use=5 * 1024**3, peak=9 * 1024**3, log=log, started=False)
+    gpu = types.SimpleNamespace(in_use=5 * 1024**3, peak=9 * 1024**3, log=log, started=False)
 
     class Tensor:
         def __init__(self, device="cuda"):
             self.device = FakeDevice(device)
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self, stream):
-            log.append("record")
-            self.at = gpu.ms
-
-        def synchronize(self):
-            log.append("event wait")
-
-        def elapsed_time(self, other):
-            return other.at - self.at
 
     def reset(device):
         gpu.peak = gpu.in_use
@@ -248,8 +230,6 @@ def cuda(monkeypatch):
     torch.Tensor, torch.device = Tensor, FakeDevice
     torch.nn = types.SimpleNamespace(Module=type("Module", (), {}))
     torch.cuda = types.SimpleNamespace(
-        Event=Event,
-        current_stream=lambda device: "stream",
         synchronize=lambda device: log.append(f"wait {device.type}:{device.index}"),
         is_initialized=lambda: gpu.started,
         current_device=lambda: 3,
@@ -262,14 +242,14 @@ def cuda(monkeypatch):
     return gpu
 
 
-def test_torch_on_a_gpu_is_timed_by_events(cuda):
+def test_torch_on_a_gpu_is_waited_for_once(cuda, clock):
     def fn():
         cuda.log.append("call")
-        cuda.ms += 2.0
+        clock.seconds += 0.002
         return {"out": cuda.Tensor()}
 
     assert benchmark_latency(fn, n_warmup=1, n_repeat=3) == pytest.approx(2.0)
-    assert cuda.log == ["call", "wait cuda:0", "record", "call", "call", "call", "record", "event wait"]
+    assert cuda.log == ["call", "wait cuda:0", "call", "call", "call", "wait cuda:0"]
 
 
 def test_torch_on_two_gpus_and_a_hidden_one_are_synchronized(cuda):
@@ -281,7 +261,7 @@ def test_torch_on_two_gpus_and_a_hidden_one_are_synchronized(cuda):
     cuda.started = True  # nothing to be seen, but CUDA runs
     warmup(lambda: None, n_warmup=1)
     assert cuda.log == ["wait cuda:3"]
-    assert timing.places(cuda.Tensor("cpu"), cuda.Tensor("meta"), jnp.ones(1)).torch == ()
+    assert places(cuda.Tensor("cpu"), cuda.Tensor("meta"), jnp.ones(1)).torch == ()
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
@@ -316,21 +296,21 @@ def test_memory_of_torch_on_a_cpu():
 
 
 def test_memory_without_a_highest_mark_is_sampled(monkeypatch):
-    monkeypatch.setattr(timing, "_reset_highest_mark", lambda: False)
+    monkeypatch.setattr(memory, "_reset_highest_mark", lambda: False)
     settled = iter([100, 300, 100, 900])
-    monkeypatch.setattr(timing, "_settled_bytes", lambda: next(settled))
-    looked = timing.threading.Event()
+    monkeypatch.setattr(memory, "_settled_bytes", lambda: next(settled))
+    looked = memory.threading.Event()
 
     def resident():
         looked.set()
         return 700
 
-    monkeypatch.setattr(timing, "_resident_bytes", resident)
-    nowhere = timing.Places((), ())
-    assert timing.memory_of(lambda: looked.wait(10), 1, "run", nowhere) == timing.Memory(
+    monkeypatch.setattr(memory, "_resident_bytes", resident)
+    nowhere = Places((), ())
+    assert memory.memory_of(lambda: looked.wait(10), 1, "run", nowhere) == memory.Memory(
         before=100, peak=700, after=300
     )
-    assert timing.memory_of(lambda: None, 1, "run", nowhere).peak >= 900  # what is left has been there
+    assert memory.memory_of(lambda: None, 1, "run", nowhere).peak >= 900  # what is left has been there
 
 
 def test_memory_of_torch_on_a_gpu(cuda):
@@ -365,7 +345,7 @@ def jax_gpu(monkeypatch):
         device.allocate(size)
         return np.zeros(1)
 
-    monkeypatch.setattr(timing.jnp, "zeros", zeros)
+    monkeypatch.setattr(memory.jnp, "zeros", zeros)
     device.allocate(900)  # the mark is 1000 now
     device.in_use -= 900
     return device
@@ -376,20 +356,18 @@ def test_memory_of_jax_on_a_gpu_is_that_of_the_work(jax_gpu):
         jax_gpu.allocate(300)
         jax_gpu.in_use -= 250
 
-    assert timing.memory_of(work, 1, "run", timing.Places((), (jax_gpu,))) == timing.Memory(
-        before=100, peak=400, after=150
-    )
+    assert memory.memory_of(work, 1, "run", Places((), (jax_gpu,))) == memory.Memory(before=100, peak=400, after=150)
 
 
 def test_memory_of_jax_on_a_full_gpu_is_an_upper_bound(jax_gpu):
     jax_gpu.limit = 1500
-    assert timing.memory_of(lambda: None, 1, "run", timing.Places((), (jax_gpu,))) == timing.Memory(100, 1000, 100)
+    assert memory.memory_of(lambda: None, 1, "run", Places((), (jax_gpu,))) == memory.Memory(100, 1000, 100)
 
 
 def test_a_device_without_statistics_is_named():
     device = types.SimpleNamespace(platform="gpu", id=0, memory_stats=lambda: None)
     with pytest.raises(UnsupportedError, match="keeps no statistics of the peak memory"):
-        timing.memory_of(lambda: None, 1, "run", timing.Places((), (device,)))
+        memory.memory_of(lambda: None, 1, "run", Places((), (device,)))
 
 
 # --- the schedule ---------------------------------------------------------------------------------------------------------

@@ -25,8 +25,11 @@ from ejkernel.lab.model import (
     decode_forward,
     get_position_embeddings,
     initialize_kv_cache,
+    masks,
     multi_layer_decode_forward,
     multi_layer_prefill_forward,
+    notes,
+    positions,
     prefill_forward,
 )
 
@@ -422,21 +425,21 @@ def test_decoding_reads_nothing_from_the_device(net, index):
 @needs_torch
 def test_notes_are_of_one_tensor_as_it_is():
     tensor = torch.arange(3)
-    model._notes(tensor)["first"] = 0
-    assert model._notes(tensor) == {"first": 0}
-    assert model._notes(tensor.clone()) == {}
-    key, before = id(tensor), len(model._noted)
-    assert key in model._noted
+    notes.notes_of(tensor)["first"] = 0
+    assert notes.notes_of(tensor) == {"first": 0}
+    assert notes.notes_of(tensor.clone()) == {}
+    key, before = id(tensor), len(notes._noted)
+    assert key in notes._noted
     tensor += 1
-    assert model._notes(tensor) == {}
-    assert len(model._noted) == before
+    assert notes.notes_of(tensor) == {}
+    assert len(notes._noted) == before
     del tensor
     gc.collect()
-    assert key not in model._noted
+    assert key not in notes._noted
     with torch.inference_mode():
         untold = torch.arange(3)
-    model._notes(untold)["first"] = 0
-    assert model._notes(untold) == {}
+    notes.notes_of(untold)["first"] = 0
+    assert notes.notes_of(untold) == {}
 
 
 @needs_torch
@@ -445,18 +448,18 @@ def test_positions_on_an_accelerator_are_read_once(monkeypatch):
         device = torch.device("cuda")
 
     reads = []
-    monkeypatch.setattr(model, "_read_first", lambda torch, positions: reads.append(1) or positions.tolist()[0][0])
-    positions = torch.tensor([[4]]).as_subclass(Far)
-    assert [model._first_of_consecutive(torch, "position_ids", positions) for _ in range(3)] == [4, 4, 4]
+    monkeypatch.setattr(positions, "_read_first", lambda torch, tensor: reads.append(1) or tensor.tolist()[0][0])
+    far = torch.tensor([[4]]).as_subclass(Far)
+    assert [positions.first_of_consecutive(torch, "position_ids", far) for _ in range(3)] == [4, 4, 4]
     assert len(reads) == 1
-    positions += 1
-    assert model._first_of_consecutive(torch, "position_ids", positions) == 5
+    far += 1
+    assert positions.first_of_consecutive(torch, "position_ids", far) == 5
     assert len(reads) == 2
 
 
 def test_a_mask_is_made_once_for_all_layers_of_a_step(net, monkeypatch):
-    made, new_mask = [], model._new_mask
-    monkeypatch.setattr(model, "_new_mask", lambda *args: made.append(1) or new_mask(*args))
+    made, new_mask = [], masks._new_mask
+    monkeypatch.setattr(masks, "_new_mask", lambda *args: made.append(1) or new_mask(*args))
     tokens, cache, positions = states(6), cache_of(net), torch.tensor([[5]])
     by_type = {TYPES[index]: embeddings(net, tokens, positions, index) for index in TYPES}
     first = torch.arange(5)[None]
@@ -469,7 +472,7 @@ def test_a_mask_is_made_once_for_all_layers_of_a_step(net, monkeypatch):
         for layer in net.layers:
             decode_forward(layer, tokens[:, 5:], positions, by_type, True, cache, 5, None)
     assert len(made) == 2  # one for either type of layer
-    monkeypatch.setattr(model, "_KEPT_MASK", 7)
+    monkeypatch.setattr(masks, "LARGEST_KEPT", 7)
     fresh = torch.tensor([[5]])
     for _ in range(2):
         decode_forward(net.layers[SLIDING], tokens[:, 5:], fresh, by_type, True, cache, 5, None)

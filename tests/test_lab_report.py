@@ -12,10 +12,21 @@ import pytest
 from examples import all_examples
 
 from ejkernel import kernel_registry
-from ejkernel.lab import peers, reference, report, workloads
-from ejkernel.lab.timing import Measurement
+from ejkernel.lab import accuracy, peers, reference, report, speed, workloads
+from ejkernel.lab.speed import Job
+from ejkernel.utils.bursts import BurstTimes
 
-TIMED = Measurement(2.0, 2.1, 1.9, 1.95, 2.5, 9, None, None, None, ("noisy: p90 is 1.3 × the median",), None)
+
+@pytest.fixture
+def instant(monkeypatch):
+    """Times without timing: every implementation is called once and has 2 ms at best, 3 ms mostly, 9 ms sometimes."""
+
+    def time_bursts(runners, **options):
+        for call in runners.values():
+            call()
+        return dict.fromkeys(runners, BurstTimes((0.003, 0.002, 0.003, 0.003, 0.009, 0.009), 1))
+
+    monkeypatch.setattr(speed, "time_bursts", time_bursts)
 
 
 def test_the_reference_agrees_with_the_oracle():
@@ -63,15 +74,15 @@ def test_every_operation_has_workloads():
 
 @pytest.mark.parametrize("operation", workloads.OPERATIONS)
 def test_checks_pass_and_can_fail(operation, monkeypatch):
-    plan = report.check_plan([operation])
+    plan = accuracy.check_plan([operation])
     assert {job[1] for job in plan} >= {"xla"}
-    rows = [report.check(*job) for job in plan]
+    rows = [accuracy.check(*job) for job in plan]
     assert all(row["passed"] and 0 < row["error"] < row["bound"] for row in rows), rows
     exact = reference.REFERENCES[operation]
     monkeypatch.setitem(
         reference.REFERENCES, operation, lambda *a, **k: jax.tree.map(lambda x: 1.001 * x, exact(*a, **k))
     )
-    row = report.check(*plan[0])
+    row = accuracy.check(*plan[0])
     assert not row["passed"]
     assert not row["refused"]
     assert row["reason"].startswith("too far: ")
@@ -80,20 +91,20 @@ def test_checks_pass_and_can_fail(operation, monkeypatch):
 
 def test_a_check_that_is_refused_or_crashes_is_a_row(monkeypatch):
     workload = workloads.checks("flash_attention")[0]
-    row = report.check(workload, "cudnn", "bfloat16")
+    row = accuracy.check(workload, "cudnn", "bfloat16")
     assert (row["passed"], row["refused"], row["error"]) == (False, True, None)
     assert "needs a GPU" in row["reason"]
     monkeypatch.setattr(workloads.Workload, "function", lambda self, platform=None: lambda arrays: 1 / 0)
-    row = report.check(workload, "xla", "float32")
+    row = accuracy.check(workload, "xla", "float32")
     assert (row["passed"], row["refused"]) == (False, False)
     assert row["reason"] == "ZeroDivisionError: division by zero"
 
 
 def test_relative_errors_see_what_is_not_finite():
     exact = {"out": (np.ones(3), np.zeros(2))}
-    assert report.relative_errors({"out": (np.ones(3), np.zeros(2))}, exact) == {"out": 0.0}
-    assert report.relative_errors({"out": (np.array([1, np.nan, 1]), np.zeros(2))}, exact) == {"out": math.inf}
-    assert report.relative_errors({"out": (np.ones(3), np.array([0, 3.0]))}, exact)["out"] == pytest.approx(3**0.5)
+    assert accuracy.relative_errors({"out": (np.ones(3), np.zeros(2))}, exact) == {"out": 0.0}
+    assert accuracy.relative_errors({"out": (np.array([1, np.nan, 1]), np.zeros(2))}, exact) == {"out": math.inf}
+    assert accuracy.relative_errors({"out": (np.ones(3), np.array([0, 3.0]))}, exact)["out"] == pytest.approx(3**0.5)
 
 
 def test_kernels_are_listed_with_reasons():
@@ -110,32 +121,57 @@ def test_kernels_are_listed_with_reasons():
     )
 
 
+@pytest.mark.usefixtures("instant")
 @pytest.mark.parametrize("operation", workloads.OPERATIONS)
-def test_timings_hold_the_error_of_every_peer_that_is_here(operation, monkeypatch):
-    monkeypatch.setattr(report, "measure", lambda run, *args, **kwargs: (run(*args), TIMED)[1])
-    plan = report.bench_plan([operation], (128,), pinned=True)
-    rows = [report.bench(*job) for job in plan]
-    assert [row["implementation"] for row in rows[:2]] == ["ejkernel"] * 2
-    assert {row["implementation"] for row in rows} >= {"ejkernel xla", *peers.names(operation)}
+def test_timings_hold_the_error_of_every_peer_that_is_here(operation):
+    plan = speed.bench_plan([operation], (128,), pinned=True)
+    assert [(job.operation, job.length, job.what) for job in plan] == [
+        (operation, 128, what) for what in (speed.FORWARD, speed.BOTH)
+    ]
     cost = workloads.timed(operation, 128, False).cost("float32")
-    for row in rows:
-        assert bool(row["reason"]) == (row["ms"] is None), row
-        if row["ms"] is None:
-            assert not row["implementation"].startswith("ejkernel")
-            assert "installed" in row["reason"] or "needs a GPU" in row["reason"]
-        else:
-            flops = cost.flops + (cost.backward_flops if row["what"] == report.BOTH else 0)
-            assert row["tflops"] == pytest.approx(flops / 2e-3 / 1e12)
-            assert (row["error"] is None) == (row["what"] == report.BOTH)
-            assert row["error"] is None or row["error"] < 1e-5
-            assert row["flags"] == list(TIMED.flags)
+    for job in plan:
+        rows = speed.bench(job)
+        assert [row["implementation"] for row in rows] == ["ejkernel", "ejkernel xla", *peers.names(operation)]
+        for row in rows:
+            assert bool(row["reason"]) == (row["ms"] is None), row
+            if row["ms"] is None:
+                assert not row["implementation"].startswith("ejkernel")
+                assert "installed" in row["reason"] or "needs a GPU" in row["reason"]
+            else:
+                flops = cost.flops + (cost.backward_flops if row["what"] == speed.BOTH else 0)
+                assert row["tflops"] == pytest.approx(flops / 2e-3 / 1e12)
+                assert (row["error"] is None) == (row["what"] == speed.BOTH)
+                assert row["error"] is None or row["error"] < 1e-5
+                assert (row["ms"], row["median_ms"], row["high_ms"]) == (2, 3, 9)
+                assert "noisy: p90 is 3.0 × the median" in row["flags"]
 
 
+def test_implementations_of_a_call_are_timed_together(monkeypatch):
+    """And one that fails while it is timed is a row with the reason."""
+    asked = {}
+
+    def time_bursts(runners, **options):
+        asked.update(options, names=[*runners])
+        return {name: BurstTimes((0.002,), 1, MemoryError("full") if name == "jax.nn" else None) for name in runners}
+
+    monkeypatch.setattr(speed, "time_bursts", time_bursts)
+    names = ("ejkernel", "ejkernel xla", "jax.nn", "jax.nn cuDNN")
+    rows = speed.bench(Job("flash_attention", 64, speed.FORWARD, names), seconds=0.5)
+    assert asked["names"] == [*names[:3]]  # cuDNN needs a GPU
+    assert asked["where"].keys() == {*names[:3]}  # each has been called for its error
+    assert [row["ms"] for row in rows] == [2, 2, None, None]
+    assert rows[2]["reason"] == "MemoryError: full"
+    assert not asked["enough"]([0.1] * 4, 0.5)
+    assert not asked["enough"]([0.1] * 5, 0.4)
+    assert asked["enough"]([0.1] * 5, 0.5)
+
+
+@pytest.mark.usefixtures("instant")
 def test_a_peer_that_is_wrong_shows(monkeypatch):
-    monkeypatch.setattr(report, "measure", lambda *a, **k: TIMED)
     wrong = lambda workload: lambda x: x["query"]  # noqa: E731
     monkeypatch.setitem(peers._PEERS["flash_attention"], "jax.nn", (wrong, "jax"))
-    assert report.bench("flash_attention", 64, "jax.nn", report.FORWARD)["error"] > 0.1
+    (row,) = speed.bench(Job("flash_attention", 64, speed.FORWARD, ("jax.nn",)))
+    assert row["error"] > 0.1
 
 
 def test_a_call_that_fails_is_a_row(monkeypatch):
@@ -143,7 +179,7 @@ def test_a_call_that_fails_is_a_row(monkeypatch):
         raise RuntimeError("no such luck\nand more")
 
     monkeypatch.setitem(peers._PEERS["flash_attention"], "jax.nn", (broken, "jax"))
-    row = report.bench("flash_attention", 64, "jax.nn", report.FORWARD)
+    (row,) = speed.bench(Job("flash_attention", 64, speed.FORWARD, ("jax.nn",)))
     assert (row["ms"], row["reason"]) == (None, "RuntimeError: no such luck")
 
 
@@ -151,10 +187,10 @@ def test_roofline_points(monkeypatch):
     from ejkernel.lab.ceilings import Ceilings
 
     ceilings = Ceilings("cpu", "f", 2e10, 3e10, {"float32": 1e11})
-    row = {"operation": "flash_attention", "what": report.FORWARD, "length": 256, "implementation": "ejkernel",
+    row = {"operation": "flash_attention", "what": speed.FORWARD, "length": 256, "implementation": "ejkernel",
            "ms": 1.0, "tflops": 0.05, "dtype": "float32"}  # fmt: skip
     longer = {**row, "length": 512, "tflops": 0.06}
-    found = report.roofline([row, longer, {**row, "implementation": "jax.nn"}, {**row, "what": report.BOTH}], ceilings)
+    found = report.roofline([row, longer, {**row, "implementation": "jax.nn"}, {**row, "what": speed.BOTH}], ceilings)
     cost = workloads.timed("flash_attention", 512, False).cost("float32")
     assert found["points"] == [{"name": "flash_attention, 512", "intensity": cost.flops / cost.bytes, "tflops": 0.06}]
     assert found["ceilings"] == {
@@ -172,8 +208,8 @@ def test_roofline_points(monkeypatch):
 
 
 def test_collect_says_how_far_it_is(monkeypatch):
-    monkeypatch.setattr(report, "check", lambda *job: {"passed": True})
-    monkeypatch.setattr(report, "bench", lambda *job, seconds: {"job": job, "seconds": seconds})
+    monkeypatch.setattr(accuracy, "check", lambda *job: {"passed": True})
+    monkeypatch.setattr(report, "bench", lambda job, seconds: [{"job": job, "seconds": seconds}])
     monkeypatch.setattr(report, "roofline", lambda timings: {"points": []})
     told = []
     result = report.collect(True, lambda *step: told.append(step))
@@ -181,14 +217,14 @@ def test_collect_says_how_far_it_is(monkeypatch):
     total = len(result["checks"]) + len(result["timings"]) + 1
     assert [done for _, done, _ in told] == list(range(total + 1))
     assert {t for *_, t in told} == {total}
-    lengths = {row["job"][1] for row in result["timings"] if row["job"][0] == "flash_attention"}
+    lengths = {row["job"].length for row in result["timings"] if row["job"].operation == "flash_attention"}
     assert lengths == {512, 1024, 2048}
 
 
 def test_torch_is_not_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    row = report.bench("flash_attention", 64, "torch SDPA", report.FORWARD)
+    (row,) = speed.bench(Job("flash_attention", 64, speed.FORWARD, ("torch SDPA",)))
     assert row["reason"] == "torch is not installed"
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import operator
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral
 from pathlib import Path
@@ -20,8 +20,11 @@ from typing import Any
 import jax
 
 from ejkernel.errors import InvalidInputError
+from ejkernel.lab.arguments import counted
 from ejkernel.lab.extras import need
-from ejkernel.lab.timing import Places, caller, check_callable, memory_of, places, run, timed
+from ejkernel.lab.memory import memory_of
+from ejkernel.lab.timing import caller, check_callable
+from ejkernel.utils.bursts import PAUSE, Places, clocked, places, repeat
 
 __all__ = ["benchmark_latency", "benchmark_memory", "count_cuda_kernels", "default_schedule", "warmup"]
 
@@ -47,18 +50,18 @@ def benchmark_latency(
 ) -> float:
     """The mean time of `fn(*args, **kwargs)` over `n_repeat` calls, in milliseconds.
 
-    An accelerator is sent all calls and waited for once, as it runs them in order: the mean is that of the device, or of the
-    host if it cannot send them fast enough; torch on one GPU is timed by CUDA's events. On a CPU each call is waited for,
-    since JAX could run several at once.
+    The timed calls are one burst of `ejkernel.utils.bursts`, after the warm-up: an accelerator is sent all of them and waited
+    for once, as it runs them in order, so the mean is that of the device, or of the host if it cannot send them fast enough. On
+    a CPU each call is waited for, since JAX could run several at once.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> benchmark_latency(jax.jit(jnp.sin), jnp.ones(8), n_warmup=2, n_repeat=3) > 0
         True
     """
-    n_repeat = _count("n_repeat", n_repeat, least=1)
+    n_repeat = counted("n_repeat", n_repeat, least=1)
     call, where = _warm(fn, args, kwargs, n_warmup)
-    return timed(call, n_repeat, "timed run", where) / n_repeat
+    return clocked(call, n_repeat, "timed run", where) / n_repeat * 1e3
 
 
 def benchmark_memory(
@@ -79,7 +82,7 @@ def benchmark_memory(
         >>> peak >= allocated > 0
         True
     """
-    n_repeat = _count("n_repeat", n_repeat, least=1)
+    n_repeat = counted("n_repeat", n_repeat, least=1)
     call, where = _warm(fn, args, kwargs, n_warmup)
     memory = memory_of(call, n_repeat, "measured run", where or places(args, kwargs))
     return memory.peak / GB, memory.after / GB
@@ -88,21 +91,13 @@ def benchmark_memory(
 def _warm(fn: Any, args: tuple, kwargs: dict, n_warmup: Any) -> tuple[Callable[[], Any], Places | None]:
     """The call, and where it computes if it has been called."""
     check_callable(fn)
-    n_warmup = _count("n_warmup", n_warmup, least=0)
+    n_warmup = counted("n_warmup", n_warmup, least=0)
     call = caller(fn, args, kwargs)
     if n_warmup == 0:
         return call, None
-    return call, places(args, kwargs, run(call, n_warmup, "warm-up run", None))
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = least - 1
-    if count < least or isinstance(value, bool):
-        raise InvalidInputError(f"{name} is {value!r}; expected an integer of at least {least}.")
-    return count
+    if places(args, kwargs).queued:
+        time.sleep(PAUSE)  # an accelerator in the state in which every burst finds it, whatever ran before
+    return call, places(args, kwargs, repeat(call, n_warmup, "warm-up run", None))
 
 
 # --- torch's profiler ------------------------------------------------------------------------------------------------
@@ -250,7 +245,7 @@ def _kernels_of_mapping(prof: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
                 f"prof has the key {name!r} ({type(name).__name__}); expected names of kernels and how often each ran, or a "
                 "loaded trace with its traceEvents."
             )
-        count = _count(f"prof[{name!r}]", count, least=0)
+        count = counted(f"prof[{name!r}]", count, least=0)
         if not _ON_HOST.match(name):
             yield name, count
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +16,16 @@ import jax.numpy as jnp
 
 from ejkernel.callib.devices import resolve_device
 from ejkernel.contracts.device import DeviceInfo, describe
-from ejkernel.lab.timing import Places, timed
 from ejkernel.ops.config import store
 from ejkernel.ops.utils.fingerprint import short_hash
+from ejkernel.utils.bursts import time_bursts
 from ejkernel.utils.directories import cache_directory
 
 __all__ = ["Ceilings", "measure_ceilings"]
 
 FORMAT = 1
-SAMPLES = 20  # the best of them counts
-SECONDS_EACH = 0.6  # what one ceiling may take after its warm-up
+BURSTS = 20  # the best of them counts
+SECONDS_EACH = 0.6  # what the timed runs of one ceiling may take
 REASONABLE = 0.25  # a dtype below this share of float32's rate is emulated
 PARTS = 4  # XLA sums one array on one core of a CPU, and several on several
 
@@ -149,13 +148,13 @@ def _copy(device: Any, elements: int) -> float:
         x = step(x)
         return x
 
-    return 2 * 4 * elements / _best_seconds(call, device)
+    return 2 * 4 * elements / _best_seconds(call)
 
 
 def _read_rate(device: Any, elements: int) -> float:
     parts = [jnp.zeros(elements // PARTS, jnp.float32, device=device) for _ in range(PARTS)]
     largest = jax.jit(lambda parts: [jnp.max(part) for part in parts])
-    return 4 * elements / _best_seconds(lambda: largest(parts), device)
+    return 4 * elements / _best_seconds(lambda: largest(parts))
 
 
 def _products(device: Any, info: DeviceInfo, size: int) -> dict[str, float]:
@@ -179,17 +178,8 @@ def _product(device: Any, dtype: Any, precision: str, size: int) -> float:
     keys = jax.random.split(jax.random.key(0), 2)  # zeros would draw less power, and clock higher, than real data
     a, b = (jax.device_put(jax.random.normal(key, (size, size), dtype), device) for key in keys)
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
-    return 2 * size**3 / _best_seconds(lambda: multiply(a, b), device)
+    return 2 * size**3 / _best_seconds(lambda: multiply(a, b))
 
 
-def _best_seconds(call: Callable[[], Any], device: Any) -> float:
-    where = Places((), (device,))
-    timed(call, 1, "warm-up run", where)  # compiles
-    # A device is waited for once in several calls, or the waiting would count.
-    count = 4 if where.queued else 1
-    best, deadline = math.inf, time.perf_counter() + SECONDS_EACH
-    for _ in range(SAMPLES):
-        best = min(best, timed(call, count, "run", where) / count)
-        if time.perf_counter() > deadline:
-            break
-    return best / 1e3
+def _best_seconds(call: Callable[[], Any]) -> float:
+    return time_bursts({"run": call}, rounds=BURSTS, seconds=SECONDS_EACH)["run"].best

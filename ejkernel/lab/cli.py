@@ -3,7 +3,6 @@
 Exit codes: 0, all is well; 1, a check failed; 2, the command was asked for something that cannot be; 130, interrupted.
 """
 
-import json
 import os
 import sys
 from contextlib import contextmanager
@@ -57,7 +56,7 @@ def _app() -> Any:
     import typer
 
     from ejkernel.lab import tables
-    from ejkernel.lab.page import finite
+    from ejkernel.lab.page import as_json as to_json
 
     app = typer.Typer(
         no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
@@ -68,7 +67,7 @@ def _app() -> Any:
     def show(result: Any, as_json: bool, draw: Any) -> None:
         try:
             if as_json:
-                print(json.dumps(finite(result), indent=1, allow_nan=False), flush=True)
+                print(to_json(result), flush=True)
             else:
                 tables.to_terminal(draw, result)
         except BrokenPipeError:  # whoever read it, such as head, has gone: that is no failure
@@ -137,15 +136,15 @@ def _app() -> Any:
 
         [bold]Examples[/]: ejkernel check · ejkernel check flash_attention --platform xla
         """
-        from ejkernel.lab import asked, report
+        from ejkernel.lab import accuracy, asked, report
 
-        plan = report.check_plan(asked.operations(op), asked.platform(platform))
+        plan = accuracy.check_plan(asked.operations(op), asked.platform(platform))
         if not plan:
             raise EjkernelError(
                 f"platform is {platform!r}: none of its kernels runs on this machine; see: ejkernel info"
             )
         with _progress(len(plan)) as step:
-            rows = report.run_checks(plan, step.tick)
+            rows = accuracy.run_checks(plan, step.tick)
         show({"machine": report.machine(), "checks": rows}, as_json, tables.checks)
         if not all(row["passed"] or row["refused"] for row in rows):
             raise typer.Exit(FAILED)
@@ -166,21 +165,21 @@ def _app() -> Any:
 
         [bold]Examples[/]: ejkernel bench flash_attention --length 2048 · ejkernel bench --no-peers --forward --json
         """
-        from ejkernel.lab import asked, report
+        from ejkernel.lab import asked, report, speed
 
         operations = asked.operations(op)
         lengths = asked.lengths(length)
         plan = [
             job
             for name in operations
-            for job in report.bench_plan(
+            for job in speed.bench_plan(
                 [name], lengths or report.lengths(True)[name], with_peers=with_peers, pinned=pinned, backward=backward
             )
         ]
         with _progress(len(plan)) as step:
-            rows = [step(f"{job[0]}: {job[2]}", report.bench, *job, seconds=seconds) for job in plan]
+            rows = [row for job in plan for row in step(str(job), speed.bench, job, seconds=seconds)]
         show({"machine": report.machine(), "timings": rows}, as_json, tables.timings)
-        if any(not row["ms"] and row["implementation"].startswith(report.OURS) for row in rows):
+        if any(not row["ms"] and row["implementation"].startswith(speed.OURS) for row in rows):
             raise typer.Exit(FAILED)
 
     @app.command()
@@ -216,14 +215,14 @@ def _app() -> Any:
 
         [bold]Examples[/]: ejkernel roofline -o roofline.svg
         """
-        from ejkernel.lab import asked, report
+        from ejkernel.lab import asked, report, speed
         from ejkernel.lab.ceilings import measure_ceilings
 
         asked.can_draw(output)
-        plan = [job for job in report.plan(True) if job[2] == report.OURS and job[3] == report.FORWARD]
+        plan = [job._replace(implementations=(speed.OURS,)) for job in report.plan(True) if job.what == speed.FORWARD]
         with _progress(len(plan) + 1) as step:
             ceilings = step("the machine's roofs", measure_ceilings, refresh=refresh)
-            rows = [step(job[0], report.bench, *job) for job in plan]
+            rows = [row for job in plan for row in step(str(job), speed.bench, job)]
         found = report.roofline(rows, ceilings)
         asked.draw_roofline(found, output)
         show({"machine": report.machine(), "roofline": found, "picture": output}, as_json, tables.roofline)

@@ -105,6 +105,11 @@ def known(operation: str) -> str:
     return operation
 
 
+def kernels_of(operation: str) -> str:
+    """The algorithm whose kernels an operation runs on."""
+    return "flash_attention" if operation == "ring_attention" else operation
+
+
 def default_dtype() -> str:
     """What is timed here: bfloat16 where there are units for it."""
     return "float32" if describe().kind == "cpu" else "bfloat16"

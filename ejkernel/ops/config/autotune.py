@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +22,11 @@ from ejkernel.contracts.registry import Choice, Implementation, kernel_registry
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.config import chain
 from ejkernel.ops.config.context import surroundings, tuning
+from ejkernel.utils.bursts import ROUNDS, time_bursts
 
 R = TypeVar("R")
 
-PASSES = 2
-ROUNDS = 5
 SECONDS_A_CANDIDATE = 0.5
-# A shorter run of an accelerator is timed in a row of this length, ended by one wait.
-SECONDS_A_ROW = 0.01
-SHORT = 0.002
 COMPILERS = 16
 
 
@@ -98,26 +92,22 @@ def _measure_here(call, device, here, entries, direction, stopped) -> dict[Imple
     best: dict[Implementation, chain.Record] = {}
     with (
         jax.default_device(here),
-        _Progress(f"tuning {call.operation}, {direction}", (1 + PASSES) * len(candidates), stopped) as progress,
+        _Progress(f"tuning {call.operation}, {direction}", (1 + ROUNDS) * len(candidates), stopped) as progress,
     ):
         arrays = kernel_registry.operation(call.algorithm).sample(call.shapes)
         compiled = _compile_all(call, device, here, candidates, arrays, direction, progress)
-        # Twice over, and the better counts: what is timed first finds a device that has not reached its clocks yet.
-        failed: set[tuple[Implementation, Any]] = set()
-        for (entry, params), run in PASSES * list(zip(candidates, compiled, strict=True)):
-            if (entry, params) in failed:
-                continue
-            progress.step(f"timing {entry} {_words(params)}")
-            try:
-                seconds = _time(run())
-            except Exception as error:
-                warnings.warn(
-                    f"{call.operation} on {entry} with {_words(params)} failed while tuning: {error}", stacklevel=2
-                )
-                failed.add((entry, params))
-                continue
-            if entry not in best or seconds < best[entry].seconds:
-                best[entry] = chain.Record(params, seconds, "autotune")
+        times = time_bursts(
+            dict(zip(candidates, compiled, strict=True)),
+            seconds=SECONDS_A_CANDIDATE,
+            before=lambda candidate: progress.step(f"timing {candidate[0]} {_words(candidate[1])}"),
+        )
+    for (entry, params), found in times.items():
+        if found.error is not None:
+            warnings.warn(
+                f"{call.operation} on {entry} with {_words(params)} failed while tuning: {found.error}", stacklevel=2
+            )
+        elif entry not in best or found.best < best[entry].seconds:
+            best[entry] = chain.Record(params, found.best, "autotune")
     for entry, record in best.items():
         chain.remember(call, device, entry, direction, record)
     return best
@@ -130,17 +120,17 @@ def _candidates(call: Call, device: DeviceInfo, entry: Implementation, direction
     return list(dict.fromkeys(chain.effective(call, device, entry, direction, x) for x in (defaults, *proposed)))
 
 
-def _compile_all(call, device, here, candidates, arrays, direction, progress) -> list[Callable[[], Callable]]:
-    """Every candidate compiled, several at a time and before any is timed: each gives its runner, or raises its error."""
+def _compile_all(call, device, here, candidates, arrays, direction, progress) -> list[Callable[[], Any]]:
+    """A runner of every candidate, which raises what its compilation raised. Several are compiled at a time, all before timing."""
+    ones = functools.cache(jnp.ones)  # all runners are kept until the end, so they share what is not theirs
 
-    def build(candidate: tuple[Implementation, Any]) -> Callable[[], Callable]:
+    def build(candidate: tuple[Implementation, Any]) -> Callable[[], Any]:
         try:
             with jax.default_device(here):  # a setting of each thread
                 work, args = _work(*candidate, call, device, arrays, direction)
-                compiled = work.lower(*args).compile()
+                return functools.partial(work.lower(*args).compile(), *_concrete(args, ones))
         except Exception as error:
             return functools.partial(_reraise, error)
-        return lambda: functools.partial(compiled, *_concrete(args))
 
     workers = max(1, min(COMPILERS, os.cpu_count() or 1, len(candidates)))
     built = []
@@ -155,7 +145,7 @@ def _compile_all(call, device, here, candidates, arrays, direction, progress) ->
     return built
 
 
-def _reraise(error: Exception) -> Callable:
+def _reraise(error: Exception) -> None:
     raise error
 
 
@@ -180,44 +170,12 @@ def _work(
     return backward, (arrays, *residuals, *residuals)
 
 
-def _concrete(args: tuple) -> tuple:
+def _concrete(args: tuple, ones: Callable[[tuple[int, ...], Any], jax.Array]) -> tuple:
     """Ones in the place of what is abstract."""
     return jax.tree.map(
-        lambda x: jnp.ones(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
+        lambda x: ones(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
         args,
     )
-
-
-def _time(run: Callable[[], Any]) -> float:
-    """Seconds of the best of a few runs, after one that warms up."""
-    jax.block_until_ready(run())
-    single, out = _seconds(run, 1)
-    devices = [device for leaf in jax.tree.leaves(out) for device in leaf.devices()]
-    calls = _calls_a_wait(single, all(device.platform != "cpu" for device in devices))
-    best, spent = (single if calls == 1 else float("inf")), single
-    for _ in range(ROUNDS):
-        if spent > SECONDS_A_CANDIDATE:
-            break
-        seconds, _ = _seconds(run, calls)
-        best, spent = min(best, seconds / calls), spent + seconds
-    return best
-
-
-def _calls_a_wait(seconds: float, in_order: bool) -> int:
-    """How many runs to start before waiting: the way to a device and back must not count.
-
-    A CPU, which may run several at once, and long runs are waited for one by one.
-    """
-    return math.ceil(SECONDS_A_ROW / max(seconds, 1e-4)) if in_order and seconds < SHORT else 1
-
-
-def _seconds(run: Callable[[], Any], calls: int) -> tuple[float, Any]:
-    """Seconds of so many runs, and what the last gave."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        out = run()
-    jax.block_until_ready(out)
-    return time.perf_counter() - start, out
 
 
 def _words(params: Any) -> str:

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ejkernel.errors import InvalidInputError
 from ejkernel.lab.extras import need
+from ejkernel.lab.page.files import put
+from ejkernel.lab.page.series import THEME, Look, Panel, device, looks, panels, points, roofs
+from ejkernel.lab.page.words import number
 
-THEME = {  # a role's colour on light and on dark
-    "paper": ("#ffffff", "#14171c"),
-    "shade": ("#f4f5f7", "#1d2128"),
-    "rule": ("#dde0e5", "#343a44"),
-    "ink": ("#1b1f24", "#eceff3"),
-    "muted": ("#59626e", "#a6afbb"),
-    "good": ("#0b6b4f", "#5fd0a6"),
-    "bad": ("#ad3403", "#ff9f6b"),
-    "c0": ("#0a5fa8", "#6db8ff"),
-    "c1": ("#c4480a", "#ff9a57"),
-    "c2": ("#007a5e", "#4fd0a4"),
-    "c3": ("#9c3b85", "#ee9cd2"),
-    "c4": ("#846100", "#e6c34f"),
-    "c5": ("#5a6673", "#b3bdc9"),
-}
 _LIGHT = {role: light for role, (light, _) in THEME.items()}
-_SERIES = [role for role in THEME if re.fullmatch(r"c\d", role)]
-_MARKERS = {  # matplotlib's name of a marker and its outline about the origin
-    "o": "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
-    "s": "M-3.6 -3.6h7.2v7.2h-7.2z",
-    "^": "M0 -4.6l4.4 8h-8.8z",
-    "D": "M0 -4.8l4.8 4.8l-4.8 4.8l-4.8 -4.8z",
-    "v": "M0 4.6l4.4 -8h-8.8z",
-}
 _SVG = "http://www.w3.org/2000/svg"
 _STYLE = {
     "axes.edgecolor": _LIGHT["rule"],
@@ -63,138 +40,6 @@ _STYLE = {
     "ytick.color": _LIGHT["rule"],
     "ytick.labelcolor": _LIGHT["muted"],
 }
-
-
-class Look(NamedTuple):
-    """How an implementation is drawn, the same in every plot."""
-
-    role: str
-    marker: str
-    dashed: bool
-
-    def swatch(self) -> str:
-        """A piece of its line, as SVG."""
-        dash = ' stroke-dasharray="5 3"' if self.dashed else ""
-        return (
-            f'<svg class="swatch" viewBox="-14 -7 28 14" aria-hidden="true" style="color:var(--{self.role})">'
-            f'<path d="M-14 0h28" stroke="currentColor" stroke-width="2"{dash}/>'
-            f'<path d="{_MARKERS[self.marker]}" fill="currentColor"/></svg>'
-        )
-
-
-class Panel(NamedTuple):
-    """One operation's values against length: ``{implementation: [(length, value, low, high), …]}``."""
-
-    operation: str
-    what: str
-    series: dict[str, list[tuple[float, float, float, float]]]
-
-
-def positive(value: Any) -> float | None:
-    """The number where it is one that a logarithmic axis can show, else None.
-
-    Example:
-        >>> positive(2), positive(0.0), positive(float("nan")), positive(None)
-        (2.0, None, None, None)
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) and value > 0 else None
-
-
-def device(result: Mapping[str, Any]) -> str:
-    """What the result was measured on: a CPU by its processor's name, several by their number.
-
-    Example:
-        >>> device({"machine": {"device": "NVIDIA H200", "devices": 8}})
-        '8 × NVIDIA H200'
-    """
-    machine = result.get("machine") or {}
-    name = machine.get("device") or "Unknown device"
-    if name == "cpu":
-        name = machine.get("processor") or "CPU"
-    count = machine.get("devices")
-    return f"{count} × {name}" if isinstance(count, int) and count > 1 else str(name)
-
-
-def is_ours(implementation: Any) -> bool:
-    """Whether an implementation is the library's: "ejkernel" itself, or with one of its platforms named.
-
-    Example:
-        >>> is_ours("ejkernel xla"), is_ours("jax.nn")
-        (True, False)
-    """
-    return str(implementation).split(" ")[0] == "ejkernel"
-
-
-def looks(result: Mapping[str, Any]) -> dict[str, Look]:
-    """Every timed implementation's look, ours first.
-
-    Example:
-        >>> list(looks({"timings": [{"implementation": "jax.nn"}, {"implementation": "ejkernel"}]}))
-        ['ejkernel', 'jax.nn']
-    """
-    names = dict.fromkeys(str(row.get("implementation")) for row in result.get("timings") or ())
-    markers = list(_MARKERS)
-    return {
-        name: Look(_SERIES[n % len(_SERIES)], markers[n % len(markers)], n >= len(_SERIES))
-        for n, name in enumerate(sorted(names, key=lambda name: (not is_ours(name), name != "ejkernel")))
-    }
-
-
-def panels(result: Mapping[str, Any], kind: str) -> list[Panel]:
-    """What there is to draw of ``kind``, "latency" (milliseconds) or "memory" (bytes): a panel a timed operation.
-
-    Example:
-        >>> row = {"operation": "op", "what": "forward", "length": 8, "implementation": "ejkernel", "ms": 2.0}
-        >>> panels({"timings": [row]}, "latency")
-        [Panel(operation='op', what='forward', series={'ejkernel': [(8.0, 2.0, 2.0, 2.0)]})]
-    """
-    fields = {"latency": ("ms", "low_ms", "high_ms"), "memory": ("memory_bytes",) * 3}[kind]
-    found: dict[tuple[str, str], dict[str, list]] = {}
-    for row in result.get("timings") or ():
-        length, value, low, high = (positive(row.get(field)) for field in ("length", *fields))
-        if length and value:
-            call = str(row.get("operation") or ""), str(row.get("what") or "")
-            series = found.setdefault(call, {}).setdefault(str(row.get("implementation")), [])
-            series.append((length, value, min(low or value, value), max(high or value, value)))
-    order = list(looks(result))
-    return [
-        Panel(*call, {name: sorted(series[name]) for name in order if name in series}) for call, series in found.items()
-    ]
-
-
-def roofs(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """The roofs that are known, ``(TFLOP/s, TB/s)`` each: the measured one and the datasheet's.
-
-    Example:
-        >>> roofs({"roofline": {"ceilings": {"dtype": "float32", "tflops": 0.2, "tb_per_s": 0.02}}})
-        {'measured, float32': (0.2, 0.02)}
-    """
-    roofline = result.get("roofline") or {}
-    found = {}
-    for part, name in (("ceilings", "measured, {dtype}"), ("peak", "datasheet, {name}")):
-        roof = roofline.get(part) or {}
-        pair = positive(roof.get("tflops")), positive(roof.get("tb_per_s"))
-        if all(pair):
-            known = {key: value for key, value in roof.items() if value is not None}
-            found[name.format_map({"dtype": "", "name": "", **known}).removesuffix(", ")] = pair
-    return found
-
-
-def points(result: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """The roofline's points that can be drawn: name, FLOP/byte, TFLOP/s.
-
-    Example:
-        >>> points({"roofline": {"points": [{"name": "op", "intensity": 8, "tflops": 0.5}, {"name": "untimed"}]}})
-        [('op', 8.0, 0.5)]
-    """
-    found = []
-    for point in (result.get("roofline") or {}).get("points") or ():
-        intensity, tflops = positive(point.get("intensity")), positive(point.get("tflops"))
-        if intensity and tflops:
-            found.append((str(point.get("name")), intensity, tflops))
-    return found
 
 
 def draw(result: Mapping[str, Any], folder: str | Path) -> dict[str, Path]:
@@ -244,35 +89,6 @@ def inline(result: Mapping[str, Any]) -> dict[str, list[str]]:
         name = f"{kind}{len(piece)}"
         piece.append(_for_page(_saved(name, figure, ("svg",))["svg"], name))
     return pieces
-
-
-def put(folder: str | Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
-    """Write all files or none, beside their places first, then renamed; then remove the `stale` ones of an earlier time.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     put(folder, {"a.txt": b"a"})
-        ...     os.listdir(folder)
-        ['a.txt']
-    """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in files:
-            if (folder / name).is_dir():
-                raise IsADirectoryError(f"{name} in it is a folder")
-        with tempfile.TemporaryDirectory(prefix=".ejkernel-", dir=folder) as beside:
-            for name, content in files.items():
-                Path(beside, name).write_bytes(content)
-            for name in files:
-                os.replace(Path(beside, name), folder / name)
-        for name in stale:
-            (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise InvalidInputError(
-            f"folder: {str(folder)!r} cannot be written ({why}); expected a folder to write to: name another"
-        ) from error
 
 
 def _figures(result: Mapping[str, Any], together: bool) -> list[tuple[str, Callable[[], Any]]]:
@@ -384,9 +200,9 @@ def _over_length(group: list[Panel], kind: str, look: Mapping[str, Look], captio
     for ax, panel in zip(axes, group, strict=True):
         everything = [row for series in panel.series.values() for row in series]
         for name in reversed(panel.series):  # ours on top
-            x, y, low, high = zip(*panel.series[name], strict=True)
-            y, low, high = ([value / divisor for value in values] for values in (y, low, high))
-            ax.fill_between(x, low, high, color=_LIGHT[look[name].role], alpha=0.16, linewidth=0)
+            x, y, high = zip(*panel.series[name], strict=True)
+            y, high = ([value / divisor for value in values] for values in (y, high))
+            ax.fill_between(x, y, high, color=_LIGHT[look[name].role], alpha=0.16, linewidth=0)
             ax.plot(x, y, **style(name))
         ax.set_title(_plain(panel.operation), pad=22)
         ax.text(0, 1.045, _plain(panel.what), transform=ax.transAxes, color=_LIGHT["muted"], size=9.5)
@@ -414,18 +230,6 @@ def _log_axis(ax: Any, which: str, values: list[float], ticks: list[float] | Non
         axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
     axis.set_minor_locator(ticker.NullLocator())
-
-
-def number(value: float) -> str:
-    """A number with three digits that count.
-
-    Example:
-        >>> [number(value) for value in (0.000123, 0.5, 12.345, 4096, 0)]
-        ['0.00012', '0.5', '12.3', '4,096', '0']
-    """
-    if value and abs(value) < 0.001:
-        return f"{value:.5f}" if abs(value) >= 1e-4 else f"{value:.0e}"
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def _roofline(result: Mapping[str, Any], caption: str | None) -> Any:

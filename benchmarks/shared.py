@@ -1,10 +1,10 @@
-"""What the benchmarks share: turns, ratios in one process, and where a result was measured."""
+"""What the benchmarks share: times of several runners, and where a result was measured."""
 
 import argparse
+import functools
 import json
 import os
 import platform
-import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -13,29 +13,21 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-# Between runs: torch's threads spin for a while after their work, and would slow whoever comes next.
+from ejkernel.utils.bursts import time_bursts
+
+# Before a burst on a CPU: torch's threads spin for a while after their work, and would slow whoever comes next.
 PAUSE = 0.3
 
 
 def best_of(runs, rounds):
-    """Seconds of each run's best, the runs taking turns, three runs a turn: a noisy moment hits all of them."""
-    best = dict.fromkeys(runs, float("inf"))
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            time.sleep(PAUSE)
-            for _ in range(3):
-                start = time.perf_counter()
-                run()
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
+    """Seconds of a call in each runner's best burst, as `ejkernel.utils.bursts` times them; what a runner raises comes through."""
+    times = time_bursts(runs, rounds=rounds, pause=PAUSE if jax.default_backend() == "cpu" else None)
+    return {name: found.best for name, found in times.items()}
 
 
 def jax_run(f, *args):
-    """A function that runs ``f`` compiled, and waits."""
-    jitted = jax.jit(f)
-    return lambda: jax.block_until_ready(jitted(*args))
+    """A function that runs ``f`` compiled."""
+    return functools.partial(jax.jit(f), *args)
 
 
 def torch_version():
@@ -52,7 +44,7 @@ def main(doc, measure):
     """``--out`` and ``--rounds``; ``measure(rounds)`` returns what is to be kept beside versions and machine."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     jnp.zeros(1).block_until_ready()
