@@ -313,34 +313,9 @@ def test_loops_begin_at_whole_tiles(name):
     assert table[..., 0].any()
 
 
-@pytest.mark.parametrize(
-    "dims", [(32, 32), (64, 64), (96, 96), (128, 128), (160, 32), (192, 128), (256, 192), (256, 256)], ids=str
-)
-@pytest.mark.parametrize(
-    "params",
-    [FwdParams(), FwdParams(q_blocksize=1), FwdParams(kv_blocksize=10_000, num_stages=9), FwdParams(num_warps=1),
-     FwdParams(num_warps=64, kv_blocksize=192), FwdParams(kv_blocksize=1, num_stages=1),
-     *parameters.DEFAULTS.values()], ids=str)  # fmt: skip
-def test_parameters_are_clipped(params, dims):
-    consumers, step, stages = parameters.tiles(params, *dims)
-    assert consumers in (1, 2, 3)
-    assert step in range(16, 257, 16)
-    assert stages >= 2
-    output = 0 if dims[0] == dims[1] > 128 else dims[1]
-    assert 2 * (64 * consumers * (dims[0] + output) + stages * step * sum(dims)) < 232448
-
-
-def test_parameters_that_fit_are_kept():
-    shipped = list(parameters.DEFAULTS.items())
-    shipped += [(dim, tile_of(*sizes)) for dim, space in parameters.SPACE.items() for sizes in space]
-    for dim, params in shipped:
-        consumers, step, stages = parameters.tiles(params, dim, dim)
-        assert params == tile_of(64 * consumers, step, 4 * consumers, stages)
-
-
 def test_parameters_never_change_the_meaning(capfd):
     params = FwdParams(q_blocksize=1, kv_blocksize=10_000, num_stages=9)
-    assert parameters.tiles(params, 256, 256) == (2, 80, 2)
+    assert parameters.forward_effective(params, 256, 256) == tile_of(64, 112, 4, 2)
     interpreted(inputs(dim=256), {"causal": True}, params, capfd)
 
 

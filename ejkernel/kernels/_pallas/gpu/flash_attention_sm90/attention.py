@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from jax import Array
 
@@ -10,8 +10,10 @@ from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, multiple_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
-    backward_defaults,
+    READS,
+    backward_effective,
     forward_defaults,
+    forward_effective,
     forward_space,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
@@ -22,6 +24,7 @@ class PallasFlashAttention:
 
     name = "flash-sm90"
     version = 6
+    reads: ClassVar = {"forward": READS, "backward": READS}
 
     @staticmethod
     def forward(arrays, spec, params) -> tuple[Array, Array]:
@@ -39,13 +42,25 @@ class PallasFlashAttention:
 
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
-        """Blocks where nothing was tuned."""
-        return backward_defaults(shapes) if direction == "backward" else forward_defaults(shapes)
+        """Tiles where nothing was tuned."""
+        dims = _head_dims(shapes)
+        return backward_effective(*dims) if direction == "backward" else forward_defaults(*dims)
 
     @staticmethod
-    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
-        """Blocks worth trying."""
-        return [backward_defaults(shapes)] if direction == "backward" else forward_space(shapes)
+    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams] | list[BwdParams]:
+        """Tiles worth timing."""
+        dims = _head_dims(shapes)
+        return [backward_effective(*dims)] if direction == "backward" else forward_space(*dims)
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The tile that runs if these parameters are asked for."""
+        dims = _head_dims(shapes)
+        return backward_effective(*dims) if direction == "backward" else forward_effective(params, *dims)
+
+
+def _head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
+    return shapes["query"].shape[3], shapes["value"].shape[3]
 
 
 kernel_registry.register(

@@ -44,10 +44,11 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import (
     Shared,
     shared_memory,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import narrow, tiles
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import forward_effective, narrow
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
     ROWS,
+    WARPS_PER_WARPGROUP,
     key_intervals,
     longest_first,
     mask_vectors,
@@ -75,10 +76,12 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     arrays, _ = without_padding(arrays, spec, backward=False, by_kernel=small)
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     q_len, kv_len = query.shape[1], key.shape[1]
-    consumers, step, stages = tiles(params, query.shape[3], value.shape[3])
-    table, (head, full, tail) = _step_table(arrays, spec, ROWS * consumers, step)
+    params = forward_effective(params, query.shape[3], value.shape[3])
+    block, step = params.q_blocksize, params.kv_blocksize
+    consumers = params.num_warps // WARPS_PER_WARPGROUP
+    table, (head, full, tail) = _step_table(arrays, spec, block, step)
     # Vectors are read in whole blocks, past the last row too.
-    optional = mask_vectors(arrays, table.shape[1] * ROWS * consumers, kv_len + step)
+    optional = mask_vectors(arrays, table.shape[1] * block, kv_len + step)
     if "padding" in arrays:
         optional["padded"] = _any_in_step(optional["padding"], step)
     if "softmax_aux" in arrays:
@@ -86,7 +89,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     c = ForwardConfig(
         consumers=consumers,
         step=step,
-        stages=stages,
+        stages=params.num_stages,
         # Two consumers alternate between products and softmax. Three overlap without; so do two if one part is much
         # longer: the products of wide heads, the softmax with a cap.
         ping_pong=consumers == 2 and small and not spec.logits_soft_cap,

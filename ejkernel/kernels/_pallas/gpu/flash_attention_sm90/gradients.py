@@ -19,15 +19,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward_wide_keys, backward_wide_queries
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
-    BACKWARD_BLOCK,
-    BACKWARD_STAGES,
-    single,
-    step_of,
-)
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BACKWARD_BLOCK, backward_effective, single
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
-    BACKWARD_CONSUMERS,
     ROWS,
+    WARPS_PER_WARPGROUP,
     key_intervals,
     longest_first,
     mask_vectors,
@@ -56,7 +51,7 @@ def backward(
 ) -> dict[str, Array]:
     """The wanted gradients, from the residuals ``(out, lse)``; ``interpret``: without a GPU.
 
-    Whatever ``params`` ask for, the kernels run with the one set that they have, see ``parameters``.
+    Whatever ``params`` ask for, the kernels run with the one set that they have, see ``backward_effective``.
     """
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
@@ -74,7 +69,8 @@ def backward(
     of_kernels = wanted - {"softmax_aux"}
     grads = {}
     if of_kernels and in_one:
-        grads = _all_at_once(arrays, spec, inputs, optional, interpret)
+        params = backward_effective(query.shape[3], value.shape[3])
+        grads = _all_at_once(arrays, spec, params, inputs, optional, interpret)
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, optional, of_kernels, interpret)
     grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
@@ -106,14 +102,13 @@ def ascending(dim: int, right: int | None) -> bool:
 # One kernel
 
 
-def _all_at_once(arrays, spec, inputs, optional, interpret) -> dict[str, Array]:
-    dim = arrays["query"].shape[3]
-    step = step_of(dim)
-    table, (head, tail), visitors, visited = _visits(arrays, spec, step)
+def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -> dict[str, Array]:
+    dim, step = arrays["query"].shape[3], params.q_blocksize
+    table, (head, tail), visitors, visited = _visits(arrays, spec, params.kv_blocksize, step)
     c = BackwardConfig(
-        consumers=BACKWARD_CONSUMERS,
+        consumers=params.num_warps // WARPS_PER_WARPGROUP,
         step=step,
-        stages=BACKWARD_STAGES,
+        stages=params.num_stages,
         head=head,
         tail=tail,
         ascending=ascending(dim, spec.window[1]),
@@ -133,14 +128,12 @@ def _by_row(visited: Array, step: int, rows: int) -> Array:
     return jnp.moveaxis(visited, 1, 0) if visited.ndim == 5 else visited
 
 
-def _visits(arrays: dict[str, Array], spec: Any, step: int):
+def _visits(arrays: dict[str, Array], spec: Any, block: int, step: int):
     """For each block of keys its steps over queries; whether any has masked steps at first, at last.
 
     Also, for each step of queries, the first and the last block of keys that visit it, and which do.
     """
-    ranges = visibility.query_ranges(
-        *key_intervals(arrays, spec), segment_ids(arrays), BACKWARD_BLOCK, arrays["key"].shape[1]
-    )
+    ranges = visibility.query_ranges(*key_intervals(arrays, spec), segment_ids(arrays), block, arrays["key"].shape[1])
     begin, end = ranges.begin // step * step, ranges.end
     # The blocks that visit a step must be neighbours: neither end of their ranges may decrease from block to block.
     if isinstance(begin, np.ndarray):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     BACKWARD_CONSUMERS,
@@ -13,6 +11,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     WARPS_PER_WARPGROUP,
 )
 
+# The parameters that say how the kernels run, in both directions.
+READS = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
+# Consumers of the forward, at most.
+MOST_CONSUMERS = 3
 # Bytes that the forward's barriers and reductions take.
 RESERVED = 3072
 # Keys of a CTA of the single backward kernel, queries of a CTA of the wide kernel for queries: the rows of both
@@ -23,8 +25,7 @@ BACKWARD_STAGES = 2
 
 
 def _params(*sizes: int) -> FwdParams:
-    names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
-    return FwdParams(**dict(zip(names, sizes, strict=True)))
+    return FwdParams(**dict(zip(READS, sizes, strict=True)))
 
 
 # By the wider of the two head dims: queries of a CTA, keys a step, warps of its consumers, slots of the ring. Nothing
@@ -46,44 +47,42 @@ def narrow(dim: int, value_dim: int) -> bool:
     return max(dim, value_dim) <= 128
 
 
-def tiles(params: FwdParams, dim: int, value_dim: int) -> tuple[int, int, int]:
-    """Warpgroups, keys a step and slots: what was asked for, clipped to what the kernel and the chip take.
+def forward_defaults(dim: int, value_dim: int) -> FwdParams:
+    """The forward's tile where nothing was tuned."""
+    return DEFAULTS[_wider(dim, value_dim)]
 
-    Each warpgroup has 64 queries, so the number of warps decides. The output takes the queries' place where it must and
-    can.
+
+def forward_space(dim: int, value_dim: int) -> list[FwdParams]:
+    """The forward's tiles that are worth timing."""
+    return [_params(*sizes) for sizes in SPACE[_wider(dim, value_dim)]]
+
+
+def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
+    """What was asked for, clipped to what the kernel and the chip take.
+
+    A warpgroup has four warps and 64 queries: where queries and warps differ, the fewer warpgroups run. The output takes the
+    queries' place in shared memory where it must and can.
 
     Example:
-        >>> tiles(FwdParams(kv_blocksize=10_000, num_warps=64), 128, 128)
-        (3, 128, 2)
+        >>> forward_effective(FwdParams(kv_blocksize=10_000, num_warps=64), 128, 128).to_dict()
+        {'q_blocksize': 192, 'kv_blocksize': 128, 'num_warps': 12, 'num_stages': 2}
     """
-    consumers = min(3, max(1, (params.num_warps or 8) // WARPS_PER_WARPGROUP))
+    asked = [
+        params.q_blocksize and params.q_blocksize // ROWS,
+        params.num_warps and params.num_warps // WARPS_PER_WARPGROUP,
+    ]
+    consumers = min(MOST_CONSUMERS, max(1, min((x for x in asked if x is not None), default=2)))
     step = min(4 * ROWS, max(CHUNK, (params.kv_blocksize or ROWS) // CHUNK * CHUNK))
-    stages = max(2, params.num_stages or 2)
     own = dim + value_dim if value_dim != dim or narrow(dim, value_dim) else dim
-
-    def fits() -> bool:
-        return 2 * (consumers * ROWS * own + stages * step * (dim + value_dim)) <= SHARED_MEMORY - RESERVED
-
-    while not fits() and stages > 2:
-        stages -= 1
-    while not fits():  # Three warpgroups do with a step of 16, at 256.
-        step -= CHUNK
-    return consumers, step, stages
+    # Elements of 16 bits. Of three warpgroups at 256, two slots of 16 keys still fit.
+    room = (SHARED_MEMORY - RESERVED) // 2 - consumers * ROWS * own
+    stages = max(2, min(params.num_stages or 2, room // (step * (dim + value_dim))))
+    step = min(step, room // (stages * (dim + value_dim)) // CHUNK * CHUNK)
+    return _params(ROWS * consumers, step, WARPS_PER_WARPGROUP * consumers, stages)
 
 
-def _wider(shapes: dict[str, Any]) -> int:
-    dim = max(shapes["query"].shape[3], shapes["value"].shape[3])
-    return next(size for size in DEFAULTS if dim <= size)
-
-
-def forward_defaults(shapes: dict[str, Any]) -> FwdParams:
-    """The forward's tile where nothing was tuned."""
-    return DEFAULTS[_wider(shapes)]
-
-
-def forward_space(shapes: dict[str, Any]) -> list[FwdParams]:
-    """The forward's tiles that are worth timing."""
-    return [_params(*sizes) for sizes in SPACE[_wider(shapes)]]
+def _wider(dim: int, value_dim: int) -> int:
+    return next(size for size in DEFAULTS if max(dim, value_dim) <= size)
 
 
 def single(dim: int, value_dim: int) -> bool:
@@ -91,20 +90,14 @@ def single(dim: int, value_dim: int) -> bool:
     return value_dim <= dim <= 2 * ROWS and dim % ROWS == value_dim % ROWS == 0
 
 
-def step_of(dim: int) -> int:
-    """Queries a step of the single kernel, whose two warpgroups share dQ: by rows at head dim 64, by columns at 128."""
-    return BACKWARD_BLOCK * ROWS // dim
+def backward_effective(dim: int, value_dim: int) -> BwdParams:
+    """Queries a step, keys of a CTA, warps of its consumers: what runs, whatever is asked for.
 
-
-def backward_defaults(shapes: dict[str, Any]) -> BwdParams:
-    """Queries a step, keys of a CTA, warps of its consumers: what always runs, whatever is asked for.
-
-    Registers and shared memory leave one set at each head dim.
+    Registers and shared memory leave one set at each head dim. The two warpgroups of the single kernel share a step's dQ, 64
+    by 64 each: by rows at head dim 64, by columns at 128. The kernels for wide heads have as many slots as fit.
     """
-    dim, value_dim = shapes["query"].shape[3], shapes["value"].shape[3]
     warps = BACKWARD_CONSUMERS * WARPS_PER_WARPGROUP
     if single(dim, value_dim):
-        return BwdParams(
-            q_blocksize=step_of(dim), kv_blocksize=BACKWARD_BLOCK, num_warps=warps, num_stages=BACKWARD_STAGES
-        )
+        step = BACKWARD_BLOCK * ROWS // dim
+        return BwdParams(q_blocksize=step, kv_blocksize=BACKWARD_BLOCK, num_warps=warps, num_stages=BACKWARD_STAGES)
     return BwdParams(q_blocksize=ROWS, kv_blocksize=ROWS, num_warps=warps)
