@@ -20,12 +20,15 @@ from tolerances import assert_close
 from ejkernel import BwdParams, FwdParams, InvalidInputError, UnsupportedError, explain, overlay, page_attention
 from ejkernel.contracts.device import describe
 from ejkernel.kernels._xla import page_attention as kernel
+from ejkernel.kernels._xla.page_walks import OneSequenceWalk
 from ejkernel.ops.page_attention import OPERATION
 
 IMPLEMENTATIONS = runnable("page_attention")
 FLOATS = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
 EXAMPLES = {e.name: e for e in all_examples() if e.operation == "page_attention"}
-# The two walks of the XLA kernel, with one page a step and with more pages than a context has.
+slow = pytest.mark.slow
+# The two walks of the XLA kernel, with one page a step and with more pages than a context has. The property files run the
+# second: with several devices it is the default.
 WALKS = {
     f"{'one_by_one' if q == 1 else 'all_at_once'}_{kv}": (
         FwdParams(q_blocksize=q, kv_blocksize=kv),
@@ -33,6 +36,12 @@ WALKS = {
     )
     for q, kv in ((1, 4), (1, 64), (2, 4), (2, 64))
 }
+
+
+def each(*names, among):
+    """The cases of a test as parameters, all but these slow."""
+    assert set(names) <= set(among)
+    return [pytest.param(*((x,) if isinstance(x, str) else x), marks=() if x in names else slow) for x in among]
 
 
 def arrays_of(lens, seed=0, dtype="float32", **more):
@@ -48,9 +57,19 @@ def check(arrays, statics, dtype="float32", wrt=None):
     """Values and gradients against float64, everything that is not owned being NaN."""
     floats = {n: arrays[n] for n in (wrt or floats_of(arrays))}
     statics = {**statics, "return_lse": True}
-    (out, lse), pull = jax.vjp(lambda f: page_attention(**{**arrays, **f}, **statics), floats)
+
+    def run(floats):
+        return page_attention(**{**arrays, **floats}, **statics)
+
     rng = np.random.default_rng(1)
-    cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (out, lse))
+    cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in jax.eval_shape(run, floats))
+
+    @jax.jit
+    def both(floats, cotangents):
+        result, pull = jax.vjp(run, floats)
+        return result, pull(cotangents)[0]
+
+    (out, lse), grads = both(floats, cotangents)
     with jax.enable_x64(True):
         wide = {
             n: jnp.asarray(np.asarray(x), "float64" if jnp.issubdtype(x.dtype, jnp.floating) else None)
@@ -67,7 +86,7 @@ def check(arrays, statics, dtype="float32", wrt=None):
     assert out.dtype == arrays["query"].dtype
     assert_close(out, expected[0], dtype, what="out")
     assert_close(lse, expected[1], dtype, what="lse")
-    for name, grad in pull(cotangents)[0].items():
+    for name, grad in grads.items():
         assert grad.dtype == arrays[name].dtype
         assert_close(grad, expected_grads[name], dtype, gradient=True, what=name)
 
@@ -93,6 +112,7 @@ def calls(draw):
     return lens, made, statics, draw(st.sampled_from(sorted(WALKS)))
 
 
+@slow
 @settings(max_examples=12)
 @given(calls())
 def test_any_call_in_either_walk(call):
@@ -101,14 +121,20 @@ def test_any_call_in_either_walk(call):
         check(arrays_of(lens, **made), statics)
 
 
-@pytest.mark.parametrize("walk", WALKS)
-@pytest.mark.parametrize("name", ["everything", "shared_prefix", "int8"])
+@pytest.mark.parametrize(
+    ("name", "walk"),
+    each(
+        *[("everything", "one_by_one_4"), ("shared_prefix", "one_by_one_64"), ("everything", "all_at_once_4")],
+        among=[(name, walk) for name in ("everything", "shared_prefix", "int8") for walk in WALKS],
+    ),
+)
 def test_walks_and_steps_never_change_the_meaning(walk, name):
     example = EXAMPLES[name]
     with overlay(page_attention=WALKS[walk]):
         check(example.arrays(), example.statics, wrt=example.differentiable)
 
 
+@slow
 @pytest.mark.parametrize("walk", ["one_by_one_4", "all_at_once_4"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_dtypes_in_either_walk(walk, dtype, request):
@@ -119,9 +145,18 @@ def test_dtypes_in_either_walk(walk, dtype, request):
         check(arrays, {}, dtype)
 
 
-@pytest.mark.parametrize("walk", ["one_by_one_4", "all_at_once_4"])
-@pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "cache", "walk"),
+    each(
+        *[("bfloat16", "int8", "one_by_one_4"), ("float32", "float8_e5m2", "all_at_once_4")],
+        among=[
+            (dtype, cache, f"{walk}_4")
+            for dtype in ("bfloat16", "float32")
+            for cache in ("int8", "float8_e4m3fn", "float8_e5m2")
+            for walk in ("one_by_one", "all_at_once")
+        ],
+    ),
+)
 def test_narrow_caches(walk, cache, dtype):
     arrays = arrays_of([20, 0, 9], dtype=dtype, group=2, cache=cache, scales="own")
     assert arrays["key_cache"].dtype == cache
@@ -145,7 +180,7 @@ def test_python_numbers_are_scales():
 
 
 @pytest.mark.parametrize("walk", ["one_by_one_4", "all_at_once_4"])
-@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("garbage", [np.nan, pytest.param(np.inf, marks=slow)])
 def test_pages_that_nobody_owns_never_show(walk, garbage):
     """Also those that a window leaves out, and block 0, which garbage entries might be taken for."""
     lens, window = [17, 6, 0, 9], (4, 0)
@@ -168,8 +203,9 @@ def test_pages_that_nobody_owns_never_show(walk, garbage):
         return (out**2).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum(), out
 
     with overlay(page_attention=WALKS[walk]):
-        grads, out = jax.grad(run, has_aux=True)({**dirty, "query": arrays["query"]})
-        expected_grads, expected = jax.grad(run, has_aux=True)({**caches, "query": arrays["query"]})
+        gradients = jax.jit(jax.grad(run, has_aux=True))
+        grads, out = gradients({**dirty, "query": arrays["query"]})
+        expected_grads, expected = gradients({**caches, "query": arrays["query"]})
     np.testing.assert_array_equal(out, expected)
     for name in grads:
         np.testing.assert_array_equal(grads[name], expected_grads[name], err_msg=name)
@@ -178,6 +214,7 @@ def test_pages_that_nobody_owns_never_show(walk, garbage):
         assert (np.asarray(grads[name])[~seen] == 0).all()
 
 
+@slow
 @pytest.mark.parametrize("walk", ["one_by_one_64", "all_at_once_4"])
 def test_a_nan_query_spoils_only_its_own(walk):
     arrays = arrays_of([8, 0, 5], shared=(), scales="own")
@@ -190,7 +227,7 @@ def test_a_nan_query_spoils_only_its_own(walk):
         return out.sum(), out
 
     with overlay(page_attention=WALKS[walk]):
-        grads, out = jax.grad(run, has_aux=True)({n: arrays[n] for n in ("key_cache", "value_cache", "query")})
+        grads, out = jax.jit(jax.grad(run, has_aux=True))({n: arrays[n] for n in ("key_cache", "value_cache", "query")})
     assert np.isnan(out[0]).all()
     assert np.isfinite(out[1:]).all()
     assert np.isfinite(grads["query"][1:]).all()
@@ -198,7 +235,7 @@ def test_a_nan_query_spoils_only_its_own(walk):
         assert np.isfinite(np.delete(np.asarray(grads[name]), own, 0)).all()
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("walk", each("one_by_one_4", among=WALKS))
 def test_a_padded_slot_may_hold_anything(walk):
     """A length of 0 beside a query of NaN: the output and every gradient are as if it were not there."""
     arrays = arrays_of([0, 11], sinks="own", scales="own")
@@ -209,7 +246,7 @@ def test_a_padded_slot_may_hold_anything(walk):
         return (out**2).sum() + lse.sum(), (out, lse)
 
     with overlay(page_attention=WALKS[walk]):
-        grads, (out, lse) = jax.grad(loss, has_aux=True)(floats_of(arrays))
+        grads, (out, lse) = jax.jit(jax.grad(loss, has_aux=True))(floats_of(arrays))
     assert (out[0] == 0).all()
     np.testing.assert_allclose(lse[0], jax.nn.logsumexp(arrays["softmax_aux"], -1), rtol=1e-6)
     assert (grads["query"][0] == 0).all()
@@ -257,12 +294,18 @@ def test_the_window_counts_from_the_last_token():
         np.testing.assert_allclose(out[:, 0, 0], [np.mean(s) for s in seen], rtol=1e-6)
 
 
-@pytest.mark.parametrize("walk", ["one_by_one_4", "all_at_once_4"])
-@pytest.mark.parametrize("splits", [2, 3, 50])
+@pytest.mark.parametrize(
+    ("splits", "walk"),
+    each(
+        (2, "one_by_one_4"),
+        among=[(splits, walk) for splits in (2, 3, 50) for walk in ("one_by_one_4", "all_at_once_4")],
+    ),
+)
 def test_splits_are_honoured_and_merged(walk, splits):
     arrays = arrays_of([20, 1, 13, 0], group=2, sinks="own")
     call = explain(page_attention, **arrays, num_splits=splits)
-    assert call.chosen.params.num_key_splits == splits
+    # At most one a page, which the table has five of.
+    assert call.chosen.params.num_key_splits == min(splits, 5)
     assert call.chosen.source == "argument"
     with overlay(page_attention=WALKS[walk]):
         whole = page_attention(**arrays, return_lse=True)
@@ -272,7 +315,7 @@ def test_splits_are_honoured_and_merged(walk, splits):
         }
     for a, b in zip(parts, whole, strict=True):
         assert_close(a, b, "float32")
-    # The states of all splits are there to be merged: at most one a page, which the table has five of.
+    # The states of all splits are there to be merged.
     state = (
         f"tensor<{4 * min(splits, 5)}x2x2x8xf32>" if walk.startswith("one") else f"tensor<4x{min(splits, 5)}x2x2x8xf32>"
     )
@@ -314,16 +357,22 @@ def temporary(max_blocks, walk, wrt=(), size=16, batch=4):
     return compiled.memory_analysis().temp_size_in_bytes, gathered, cache.size * 4
 
 
-@pytest.mark.parametrize("walk", ["one_by_one_4", "one_by_one_64", "all_at_once_4"])
-@pytest.mark.parametrize("wrt", [(), ("query",)], ids=["forward", "backward"])
-def test_memory_does_not_grow_with_the_table(walk, wrt):
-    few, _, _ = temporary(128, walk, wrt)
-    many, gathered, _ = temporary(2048, walk, wrt)
-    # The entries themselves are integers that a loop may keep by its side.
-    assert many <= few + 2 * 4 * 4 * 2048
+@pytest.mark.parametrize("walk", each("one_by_one_64", among=["one_by_one_64", "all_at_once_4"]))
+def test_memory_is_never_that_of_the_pages_of_all_contexts(walk):
+    many, gathered, _ = temporary(2048, walk, ("query",))
     assert many < gathered / 16
 
 
+@slow
+@pytest.mark.parametrize("walk", ["one_by_one_4", "one_by_one_64", "all_at_once_4"])
+@pytest.mark.parametrize("wrt", [(), ("query",)], ids=["forward", "backward"])
+def test_memory_does_not_grow_with_the_table(walk, wrt):
+    few, many = (temporary(max_blocks, walk, wrt)[0] for max_blocks in (128, 2048))
+    # The entries themselves are integers that a loop may keep by its side.
+    assert many <= few + 2 * 4 * 4 * 2048
+
+
+@slow
 @pytest.mark.parametrize("walk", ["one_by_one_4", "all_at_once_4"])
 def test_memory_of_cache_gradients_is_that_of_the_caches(walk):
     wrt = ("query", "key_cache", "value_cache")
@@ -355,7 +404,7 @@ def test_a_cpu_stores_no_pages_of_all_sequences():
 def test_work_is_that_of_the_sum_of_lengths(monkeypatch):
     """Each sequence's loop ends with that sequence: the pages that steps begin with, as they run."""
     begun = []
-    original = kernel.OneByOne.steps
+    original = OneSequenceWalk.steps
 
     def watched(self, start, stop, step, state):
         def watched_step(page, state):
@@ -364,13 +413,14 @@ def test_work_is_that_of_the_sum_of_lengths(monkeypatch):
 
         return original(self, start, stop, watched_step, state)
 
-    monkeypatch.setattr(kernel.OneByOne, "steps", watched)
+    monkeypatch.setattr(OneSequenceWalk, "steps", watched)
     with overlay(page_attention=WALKS["one_by_one_4"]):
         jax.block_until_ready(page_attention(**arrays_of([20, 1]), softmax_scale=0.123))
         jax.effects_barrier()
     assert sorted(begun) == [0, 0, 1, 2, 3, 4]
 
 
+@slow
 @pytest.mark.parametrize("walk", WALKS)
 def test_reruns_are_bit_identical(walk):
     example = EXAMPLES["shared_prefix"]
@@ -390,6 +440,7 @@ def test_reruns_are_bit_identical(walk):
 VMAPPED = ["query", "key_cache", "context_lens", "block_tables", "softmax_aux", "k_scale", "all"]
 
 
+@slow
 @pytest.mark.parametrize("which", VMAPPED)
 def test_vmap_over_each_argument(which):
     made = [arrays_of([20, 7], seed, group=2, sinks="own", scales="own") for seed in range(3)]
@@ -417,8 +468,9 @@ def test_vmap_over_each_argument(which):
     def query_gradient(arrays):
         return jax.grad(lambda q: (page_attention(**{**arrays, "query": q}) ** 2).sum())(arrays["query"])
 
-    grads, out = jax.vmap(gradients, (axes,))(arrays)
-    dq = jax.vmap(query_gradient, (axes,))(arrays)
+    grads, out = jax.jit(jax.vmap(gradients, (axes,)))(arrays)
+    dq = jax.jit(jax.vmap(query_gradient, (axes,)))(arrays)
+    gradients, query_gradient = jax.jit(gradients), jax.jit(query_gradient)
     for i in range(3):
         one = {n: x[i] if axes[n] == 0 else x for n, x in arrays.items()}
         expected, expected_out = gradients(one)
@@ -438,6 +490,7 @@ def test_vmap_over_queries_folds_into_the_batch():
     assert not OPERATION.folds(frozenset({"query", "value_cache"}))
 
 
+@slow
 @pytest.mark.parametrize("walk", ["one_by_one_4", "all_at_once_4"])
 def test_inside_shard_map(walk):
     """Sequences over one axis, heads over another; pages that devices share get the gradients of all."""
@@ -555,7 +608,7 @@ def test_traced_nonsense_stays_within_bounds():
     np.testing.assert_array_equal(run(Q, C, C, jnp.array([1000, -7]), jnp.array([[-3, 77, 5], [0, 0, 0]])), same)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+@pytest.mark.parametrize("dtype", each("int8", among=["int8", "uint8", "int16", "uint32"]))
 def test_integers_of_any_width(dtype):
     expected = page_attention(Q, C, C, LENS, TABLES)
     tables = jnp.where(TABLES < 0, 0, TABLES).astype(dtype)
@@ -602,6 +655,7 @@ def test_cost_counts_the_pages_of_the_table():
     assert window.bytes == pages // 5 + small
 
 
+@slow
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)
 def test_samples_run(entry):
     shape = jax.ShapeDtypeStruct
@@ -614,7 +668,7 @@ def test_samples_run(entry):
     assert {n: (x.shape, x.dtype) for n, x in sample.items()} == {
         n: (x.shape, x.dtype) for n, x in call.call.shapes.items()
     }
-    out, lse = entry.kernel.forward(sample, call.call.spec, call.chosen.params)
+    out, lse = jax.jit(lambda sample: entry.kernel.forward(sample, call.call.spec, call.chosen.params))(sample)
     assert np.isfinite(out).all()
     assert np.isfinite(lse).all()
 

@@ -17,6 +17,9 @@ if not call.interpreting():
     pytest.skip("runs where TRITON_INTERPRET=1 is set before Triton is imported", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 
+pytestmark = pytest.mark.interpreted
+slow = pytest.mark.slow
+
 WIDE = {
     "fwd_params": FwdParams(q_blocksize=64, kv_blocksize=64),
     "bwd_params": BwdParams(q_blocksize=64, kv_blocksize=64),
@@ -41,7 +44,7 @@ def outputs_and_gradients(arrays, platform="triton", seed=7, **options):
 
 
 def check(case, **blocks):
-    """Against float64; an output that the kernel does not write is NaN, and fails."""
+    """Values and gradients against float64; an output that the kernel does not write is NaN, and fails."""
     arrays, statics = case.make()
     statics = {k: v for k, v in statics.items() if k != "return_lse"}
     out, lse, grads, dout, dlse = outputs_and_gradients(arrays, **statics, **blocks)
@@ -59,8 +62,33 @@ def test_nothing_but_a_pin_makes_the_interpreter_run():
     assert explain(flash_attention, x, x, x, platform="triton").chosen.platform is Platform.TRITON
 
 
+# The interpreter runs programs one after another: few of them.
+SMALL = {"batch": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "q_len": 21, "kv_len": 21}
+FEATURES = sorted(OPERATION.features)
+SIZES = {"gqa": {"group": 2}, "value_dim": {"value_dim": 20}, "cross": {"q_len": 18, "kv_len": 35}}
+
+
+@pytest.mark.parametrize("feature", ["plain", *FEATURES])
+def test_each_feature(feature):
+    features = frozenset({feature} - {"plain"})
+    check(Case(feature, features, **{**SMALL, "batch": 2, "kv_heads": 2, **SIZES.get(feature, {})}), **NARROW)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_all_features_together(packed):
+    features = frozenset(FEATURES) - (frozenset() if packed else {"varlen"})
+    sizes = {"group": 2, "q_len": 20, "kv_len": 37, "value_dim": 20, "batch": 2}
+    check(Case("all", features, **{**SMALL, **sizes}), **NARROW)
+
+
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [(1, 1), (7, 7), (40, 80), (80, 40), (96, 96), (192, 128), (256, 256), (3, 256)]
+    ("dim", "value_dim"),
+    [
+        (1, 1),
+        (40, 80),
+        (192, 128),
+        *[pytest.param(*dims, marks=slow) for dims in ((7, 7), (80, 40), (96, 96), (256, 256), (3, 256))],
+    ],
 )
 def test_head_dims(dim, value_dim):
     case = Case(
@@ -84,23 +112,29 @@ def test_wider_heads_are_refused(dims):
         flash_attention(q, q, v, platform="triton")
 
 
-@pytest.mark.parametrize("first", range(1, 71, 10))
-def test_lengths(first):
-    """1 to 70, of queries and of keys: every row of every output is written, and nothing past them."""
-    for length in range(first, first + 10):
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param((1, 2, 16, 17, 33), id="few"),
+        *[pytest.param(range(first, first + 10), id=f"from {first}", marks=slow) for first in range(1, 71, 10)],
+    ],
+)
+def test_lengths(lengths):
+    """Up to 70, of queries and of keys: every row of every output is written, and nothing past them."""
+    for length in lengths:
         kv_len = length if length % 2 else 71 - length
         features = frozenset({"causal"} if length % 3 else ())
         case = Case("lengths", features, batch=1, q_len=length, kv_len=kv_len, kv_heads=1, head_dim=8, value_dim=8)
         check(case, **(WIDE if length % 4 else NARROW))
 
 
-@pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("blocks", [pytest.param(WIDE, marks=slow), NARROW], ids=["wide", "narrow"])
 def test_dropout_drops_what_xla_drops(blocks):
     """With a value that is the identity the output is the weights: the zeros are at the same places."""
-    length, heads = 48, 2
+    length, batch, heads = 40, 2, 2
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.standard_normal((2, length, heads, 16)), jnp.float32) for _ in range(2))
-    v = jnp.broadcast_to(jnp.eye(length)[None, :, None], (2, length, heads, length))
+    q, k = (jnp.asarray(rng.standard_normal((batch, length, heads, 16)), jnp.float32) for _ in range(2))
+    v = jnp.broadcast_to(jnp.eye(length)[None, :, None], (batch, length, heads, length))
 
     def run(platform, blocks):
         options = {"dropout_prob": 0.4, "dropout_seed": 2**31 + 11, "platform": platform, **blocks}
@@ -130,14 +164,30 @@ def hidden_by(how, hidden, q_len):
     raise AssertionError(how)
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("how", ["mask", "bias", "shared_bias", "segments", "varlen"])
+def ways(*short, among):
+    """Parameters ``how, sinks``: those of the short lane, and the others."""
+    return pytest.mark.parametrize(
+        ("how", "sinks"),
+        [
+            pytest.param(
+                how, sinks, id=f"{how}-{'sinks' if sinks else ''}", marks=() if (how, sinks) in short else slow
+            )
+            for how in among
+            for sinks in (False, True)
+        ],
+    )
+
+
+@ways(
+    *[("mask", True), ("bias", False), ("segments", False), ("varlen", False)],
+    among=("mask", "bias", "shared_bias", "segments", "varlen"),
+)
 def test_garbage_in_hidden_keys_reaches_nothing(how, sinks):
-    q_len, kv_len = 30, 44
+    q_len, kv_len = 20, 44
     hidden = jnp.zeros(kv_len, bool).at[36:].set(True)
     if how != "varlen":
         hidden = hidden.at[jnp.array([3, 17, 18])].set(True)
-    arrays, _ = Case("hidden", batch=1, q_len=q_len, kv_len=kv_len, group=2, head_dim=8, value_dim=8).make()
+    arrays, _ = Case("hidden", **{**SMALL, "q_len": q_len, "kv_len": kv_len, "group": 2}).make()
     more = hidden_by(how, hidden, q_len)
     if sinks:
         more["softmax_aux"] = jnp.array([0.5])
@@ -155,14 +205,16 @@ def test_garbage_in_hidden_keys_reaches_nothing(how, sinks):
         assert (grads[name][:, hidden] == 0).all()
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("how", ["mask", "bias", "segments", "varlen"])
+@ways(
+    *[("mask", False), ("bias", True), ("segments", True), ("varlen", False)],
+    among=("mask", "bias", "segments", "varlen"),
+)
 def test_garbage_in_queries_that_see_nothing_reaches_nothing(how, sinks):
     q_len, kv_len = 40, 24
     blind = jnp.zeros(q_len, bool).at[33:].set(True)
     if how != "varlen":
         blind = blind.at[jnp.array([2, 16])].set(True)
-    arrays, _ = Case("blind", batch=1, q_len=q_len, kv_len=kv_len, group=2, head_dim=8, value_dim=8).make()
+    arrays, _ = Case("blind", **{**SMALL, "q_len": q_len, "kv_len": kv_len, "group": 2}).make()
     if how == "mask":
         more = {"attention_mask": jnp.broadcast_to(~blind[None, :, None], (1, q_len, kv_len))}
     elif how == "bias":
@@ -210,7 +262,7 @@ class Only:
         return results
 
 
-ROWS, HEADS, DIM = 2**18 + 64, 32, 256  # a little more than 2^31 elements, 4 GiB of which the pages at the end are real
+LONG, HEADS, DIM = 2**18 + 64, 32, 256  # a little more than 2^31 elements, 4 GiB of which the pages at the end are real
 BLOCKS = {"q_blocksize": 16, "kv_blocksize": 16}
 
 
@@ -233,7 +285,7 @@ def ending(rng, rows, count=64):
 def test_a_key_of_more_than_2_to_the_31_elements(monkeypatch):
     rng = np.random.default_rng(0)
     query, query_end = ending(rng, 16, 16)
-    (key, key_end), (value, value_end) = ending(rng, ROWS), ending(rng, ROWS)
+    (key, key_end), (value, value_end) = ending(rng, LONG), ending(rng, LONG)
     only = Only(monkeypatch)
     spec = spec_of(query, key, causal=True, sliding_window=(30, 0))
     arrays = {"query": query, "key": key, "value": value}
@@ -256,7 +308,7 @@ def test_a_key_of_more_than_2_to_the_31_elements(monkeypatch):
 def test_a_query_of_more_than_2_to_the_31_elements(monkeypatch):
     """The first program has the last block of queries."""
     rng = np.random.default_rng(0)
-    query, query_end = ending(rng, ROWS)
+    query, query_end = ending(rng, LONG)
     (key, key_end), (value, value_end) = ending(rng, 32, 32), ending(rng, 32, 32)
     only = Only(monkeypatch)
     flash.forward({"query": query, "key": key, "value": value}, spec_of(query, key), FwdParams(**BLOCKS))
