@@ -94,7 +94,7 @@ import json, sys
 import jax, jax.numpy as jnp
 import ejkernel
 x = jnp.ones((1, 16, 2, 32), jnp.bfloat16)
-explained = [str(ejkernel.explain("flash_attention", x, x, x, device=device).chosen.platform) for device in (None, "nvidia-a100")]
+explained = str(ejkernel.explain("flash_attention", x, x, x).chosen.platform)
 import ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention
 ejkernel.flash_attention(x, x, x)
 print(json.dumps([explained, sorted(sys.modules)]))
@@ -108,7 +108,7 @@ def test_a_call_on_a_cpu_does_not_import_mosaic():
     )
     assert result.returncode == 0, result.stderr[-2000:]
     explained, modules = json.loads(result.stdout.splitlines()[-1])
-    assert explained[0] == "Platform.XLA"
+    assert explained == "Platform.XLA"
     assert [m for m in modules if m.startswith(("jax.experimental.mosaic", "jax.experimental.pallas"))] == []
     assert "ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention" in modules
 
