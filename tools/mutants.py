@@ -1039,8 +1039,8 @@ STORE = [
         "store",
         (
             "slowest-kept",
-            "if entry not in best or seconds < best[entry].seconds:",
-            "if entry not in best or seconds > best[entry].seconds:",
+            "elif entry not in best or found.best < best[entry].seconds:",
+            "elif entry not in best or found.best > best[entry].seconds:",
             "autotune keeps the slowest parameters",
         ),
     ),
