@@ -360,3 +360,18 @@ def test_tuning_a_call(own_store):
 
 def test_examples_cover_every_feature():
     assert set().union(*(e.features for e in EXAMPLES)) == set(OPERATION.features)
+
+
+def test_blocks_that_kernels_cut_into_unequal_parts():
+    """A block of 1024 queries is two of a kernel's, one of 512 keys is one."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 2048, 1, 8)), jnp.float32) for _ in range(3))
+    mask = np.array([[True, False, True, False], [False, True, True, True]])
+    expected = blocksparse_attention(q, k, v, np.repeat(mask, 2, 0), 512)
+    np.testing.assert_array_equal(blocksparse_attention(q, k, v, mask, (1024, 512)), expected)
+    np.testing.assert_allclose(
+        blocksparse_attention(q, k, v, jnp.asarray(mask), (1024, 512))[0, :, 0],
+        flash_attention(q, k, v, attention_mask=np.kron(mask, np.ones((1024, 512), bool))[None])[0, :, 0],
+        rtol=1e-4,
+        atol=1e-5,
+    )

@@ -488,3 +488,20 @@ def test_reruns_of_the_backward():
 def test_it_is_what_runs_here():
     made, statics = GPU_CASES[2].make("bfloat16")
     assert explain(flash_attention, **made, **statics, platform="cudnn").chosen.platform is Platform.CUDNN
+
+
+def test_one_query_and_one_key():
+    """cuDNN refuses it; its answer is the value, its gradient the cotangents' sum over the group."""
+    made, _ = Case("one", kv_heads=2, group=3, q_len=1, kv_len=1, head_dim=8, value_dim=8).make("bfloat16")
+    call, _ = bound(**made)
+    kernel = cudnn.CudnnFlashAttention
+    out, lse = kernel.forward(made, call.spec, FwdParams())
+    dout = jax.random.normal(jax.random.key(0), out.shape, out.dtype)
+    grads = kernel.backward(made, call.spec, BwdParams(), out, lse, dout, jnp.zeros_like(lse))
+    exact, exact_lse, expected = oracle.attention(
+        **{name: np.asarray(x) for name, x in made.items()}, dout=np.asarray(dout), dlse=np.zeros(lse.shape)
+    )
+    assert_close(out, exact, "bfloat16")
+    assert_close(lse, exact_lse, "bfloat16")
+    for name in ("query", "key", "value"):
+        assert_close(grads[name], expected[name], "bfloat16", gradient=True, what=name)

@@ -8,6 +8,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +28,7 @@ from ejkernel import (
 from ejkernel.contracts.params import params_class
 from ejkernel.ops.config import autotune as tuner
 from ejkernel.ops.config import chain, store
+from ejkernel.utils.bursts import BurstTimes
 
 X = jnp.ones((1, 32, 2, 16))
 FLASH = "flash_attention"
@@ -319,6 +321,30 @@ def test_threads_share_what_was_measured(own_store, timed):
     assert len(entries(own_store)) == 1
 
 
+def test_a_writer_waits_for_the_lock(own_store, monkeypatch):
+    """And gives up with a warning, so that no call waits for ever for a process that hangs."""
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.05)
+    key = {"operation": FLASH, "direction": "forward", "call": {"q_len": 32}, "device": "test"}
+    value = {"params": {"q_blocksize": 16}, "seconds": 1.0}
+    assert store.write(key, value)
+    (lock,) = own_store.rglob(".lock")
+    with filelock.FileLock(lock), pytest.warns(UserWarning, match="cannot be written"):
+        assert not store.write(key, {**value, "seconds": 2.0})
+    assert store.read(key)["seconds"] == 1.0
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+@pytest.mark.usefixtures("two_parameters")
+def test_the_fastest_parameters_are_kept(monkeypatch, faster):
+    def time_bursts(runners, **_):
+        return {name: BurstTimes((1.0 - 0.5 * (i == faster),), calls=1) for i, name in enumerate(runners)}
+
+    monkeypatch.setattr(tuner, "time_bursts", time_bursts)
+    autotune(flash_attention)(X, X, X)
+    chosen = explain(FLASH, X, X, X).chosen
+    assert (chosen.source, chosen.params.q_blocksize) == ("memory", 16 if faster else 32)
+
+
 def bucket_of(*args, **kwargs):
     operation = kernel_registry.operation(FLASH)
     arguments = operation.signature.bind(*args, **kwargs)
@@ -358,6 +384,15 @@ def test_shipped_tables_serve_the_nearest_length(ship):
     assert explain(FLASH, x, x, x, platform="xla", device="nvidia-a100").chosen.source == "heuristic"
     half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
     assert explain(FLASH, half, half, half, platform="xla", device="nvidia-h200").chosen.source == "heuristic"
+
+
+def test_shipped_rows_of_another_version_are_not_used(ship, monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
+    ship([(xla(), bucket_of(x, x, x), {"q_blocksize": 64}, 1.0)])
+    assert explain(FLASH, x, x, x, platform="xla", device="nvidia-h200").chosen.source == "shipped"
+    monkeypatch.setattr(xla().kernel, "version", xla().version + 1)
+    chain.forget()
+    assert explain(FLASH, x, x, x, platform="xla", device="nvidia-h200").chosen.source == "heuristic"
 
 
 def test_shipped_tables_give_way_to_kernels_they_do_not_know(ship):

@@ -14,8 +14,8 @@ import numpy as np
 
 from ejkernel.callib.chips import CHIPS, KIB, identify
 from ejkernel.callib.devices import compute_capability, resolve_device
+from ejkernel.callib.integers import power_of_two
 from ejkernel.errors import InvalidInputError
-from ejkernel.utils.integers import power_of_two
 
 __all__ = [
     "estimate_shared_memory_bytes",

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ejkernel.callib.integers import power_of_two_below
 from ejkernel.errors import InvalidInputError
-from ejkernel.utils.integers import power_of_two_below
 
 __all__ = ["BwdParams", "FwdParams"]
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ejkernel.callib.integers import power_of_two
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.core.checks import Checker
 from ejkernel.utils import log_sum_exp
-from ejkernel.utils.integers import power_of_two
 
 Window = tuple[int | None, int | None]
 

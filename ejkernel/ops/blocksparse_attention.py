@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Integer
 
+from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.registry import Implementation
 from ejkernel.contracts.support import Backend, Platform
@@ -30,7 +31,6 @@ from ejkernel.ops.attention import (
     window_words,
 )
 from ejkernel.ops.core.operation import AnyArray, Operation
-from ejkernel.utils.integers import power_of_two
 from ejkernel.utils.values import concrete
 
 _check = AttentionChecker("blocksparse_attention")

@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Integer
 
+from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.support import Backend, Platform
@@ -29,7 +30,6 @@ from ejkernel.ops.attention import (
 )
 from ejkernel.ops.core.checks import is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
-from ejkernel.utils.integers import power_of_two
 from ejkernel.utils.values import concrete
 from ejkernel.xla_utils import prepare_sequence_ids
 

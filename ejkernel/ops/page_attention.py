@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Integer, Num
 
+from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.params import FwdParams
 from ejkernel.contracts.support import Backend, Platform
@@ -22,7 +23,6 @@ from ejkernel.errors import UnsupportedError
 from ejkernel.ops.attention import AttentionChecker, joined_sinks, nbytes, statistics_dtype, window_words
 from ejkernel.ops.core.checks import is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
-from ejkernel.utils.integers import power_of_two
 from ejkernel.utils.values import concrete
 
 # Cache dtypes that may stand beside a query of another dtype, and the feature each one asks of a kernel.

@@ -14,11 +14,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Integer
 
+from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.ops.core.checks import Checker, is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
-from ejkernel.utils.integers import power_of_two
 from ejkernel.utils.values import concrete
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float, Integer
 
+from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.registry import Choice, kernel_registry
 from ejkernel.contracts.support import Backend, Platform
@@ -30,7 +31,6 @@ from ejkernel.ops.config import chain
 from ejkernel.ops.core.checks import Checker, is_array
 from ejkernel.ops.core.operation import AnyArray, Operation, types_of
 from ejkernel.ops.flash_attention import FlashSpec
-from ejkernel.utils.integers import power_of_two
 
 LAYOUTS = ("contiguous", "zigzag")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels.common import visibility
-from ejkernel.utils.integers import power_of_two, power_of_two_below
 
 # Which parameters the kernels read: the backward's kernel for a block of queries has blocks of its own, m and n.
 READ_FORWARD = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")

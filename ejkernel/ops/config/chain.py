@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from ejkernel.callib.chips import CHIPS
+from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
@@ -19,7 +20,6 @@ from ejkernel.ops.config import store
 from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.utils.fingerprint import stable_json
 from ejkernel.utils.directories import cache_directory
-from ejkernel.utils.integers import power_of_two
 from ejkernel.utils.values import is_set
 
 
