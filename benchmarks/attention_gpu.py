@@ -2,14 +2,14 @@
 
     python benchmarks/attention_gpu.py --out FILE [--peers DIR] [--fa4 DIR] [--parts cells,errors] [--only-dims 128]
 
-bfloat16, 16,384 tokens, heads × head dim = 2048, as FlashAttention's papers have it. Forward operations are 4·B·H·D·S², half
-of that with a causal mask; the backward's are 2.5 times as many. Forward and backward of a job are timed by bursts in random
-order, each after a pause, and the best of each counts. Backward times are those of forward and backward together less the
-forward's; torch's are measured. Implementations run one after another, many in processes of their own: to compare two that
-differ by less than a tenth, time them together, as hopper_gpu.py does.
+bfloat16, 16,384 tokens, heads × head dim = 2048, as FlashAttention's papers have it. Forward operations are 4·B·H·D·S²,
+half of that with a causal mask; the backward's are 2.5 times as many. Forward and backward of a job are timed by bursts
+in random order, each after a pause, and the best of each counts. Backward times are those of forward and backward
+together less the forward's; torch's are measured. Implementations run one after another, many in processes of their
+own: to compare two that differ by less than a tenth, time them together, as hopper_gpu.py does.
 
-Peers run in processes of their own with DIR as PYTHONPATH, for upstream has this package's name. Parts that are measured
-again replace their rows in FILE, the others stay.
+Peers run in processes of their own with DIR as PYTHONPATH, for upstream has this package's name. Parts that are
+measured again replace their rows in FILE, the others stay.
 """
 
 import argparse
@@ -25,6 +25,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+from attention_tables import show
 
 TOKENS, WIDTH = 16384, 2048
 PARTS = ("cells", "window", "features", "errors", "peers", "compile")
@@ -206,7 +208,7 @@ class Child:
             yield line
 
     def end(self):
-        """Stop it if it still runs; the last line that it complained with."""
+        """Stop it if it still runs; the last line of its standard error."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2)
         if self.process.poll() is None:
@@ -214,11 +216,11 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         self.stderr.seek(0)
-        complaints = [line.strip() for line in self.stderr.read().splitlines() if line.strip()]
+        errors = [line.strip() for line in self.stderr.read().splitlines() if line.strip()]
         self.stderr.close()
         if self.silent:
             return "it said nothing for too long"
-        return f"exit status {code}: {complaints[-1][:200] if complaints else ''}"
+        return f"exit status {code}: {errors[-1][:200] if errors else ''}"
 
 
 def answer(kind, environment, jobs, patient, options, keep, threads=None):
@@ -237,17 +239,17 @@ def answer(kind, environment, jobs, patient, options, keep, threads=None):
                 elif "row" in line:
                     keep(left.pop(line["number"]), line["row"])
         finally:
-            complaint = child.end()
+            reason = child.end()
         if not left or options.deadline < time.monotonic():
             break
-        print(f"the process of {next(iter(left.values()))['implementation']} ended: {complaint}", flush=True)
+        print(f"the process of {next(iter(left.values()))['implementation']} ended: {reason}", flush=True)
         if not greeted or attempt == RESTARTS - 1:
             for number in list(left):
-                keep(left.pop(number), {"failed": f"the process ended: {complaint}"})
+                keep(left.pop(number), {"failed": f"the process ended: {reason}"})
         elif child.process.returncode != LOST:
             # Threads may be to blame, so they go first; then it is the job that was not answered.
             if threads == 1:
-                keep(left.pop(next(iter(left))), {"failed": f"the process ended: {complaint}"})
+                keep(left.pop(next(iter(left))), {"failed": f"the process ended: {reason}"})
             threads = 1
     if left:
         print(f"out of time: {len(left)} jobs are left, from {next(iter(left.values()))['key']}", flush=True)
@@ -350,122 +352,6 @@ def add_ratios(results):
                 row[f"{name}_ratio"] = round(row[f"{name}_ms"] / base, 3)
 
 
-# The end's tables
-
-
-def table(title, header, rows):
-    if not rows:
-        return
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
-    print(f"\n{title}")
-    for row in [header, *rows]:
-        print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def short(name):
-    return name.replace("ejkernel", "ej").replace("upstream triton", "upstream").replace("mosaic_gpu", "mosaic")
-
-
-def names_of(rows):
-    return list(dict.fromkeys(row["implementation"] for row in rows))
-
-
-def pair(row):
-    if row is None or "forward_tflops" not in row:
-        return "—"
-    return f"{row['forward_tflops']:.0f}/" + (f"{row['backward_tflops']:.0f}" if "backward_tflops" in row else "—")
-
-
-def grid(title, rows, corner, key, words, cell):
-    """A row a key, a column an implementation."""
-    names = names_of(rows)
-    found = {(key(row), row["implementation"]): row for row in rows}
-    lines = [[words(k), *(cell(found.get((k, name))) for name in names)] for k in sorted({key(row) for row in rows})]
-    table(title, [corner, *map(short, names)], lines)
-
-
-def show(results):
-    cells, errors = results.rows("cells"), results.rows("errors")
-    grid(
-        "TFLOP/s, forward/backward",
-        cells,
-        "cell",
-        lambda row: (row["head_dim"], row["length"], row["causal"]),
-        lambda k: f"{k[0]} {k[1] // 1024}k {'causal' if k[2] else 'full'}",
-        pair,
-    )
-    chosen = {
-        f"{r['head_dim']} {r['length'] // 1024}k {'causal' if r['causal'] else 'full'}": r["ran"]
-        for r in cells
-        if "ran" in r
-    }
-    if chosen:
-        print("unpinned forward:", ", ".join(f"{cell}: {ran}" for cell, ran in chosen.items()))
-    unsteady = [
-        f"{short(n)}"
-        for n in names_of(cells)
-        if any(r.get("repeats") is False for r in cells if r["implementation"] == n)
-    ]
-    print("backward not the same bits twice:", ", ".join(unsteady) or "none")
-    table(
-        "Window of 1024 at 16k, 16 heads × 128, forward",
-        ["", "ms"],
-        [
-            [short(r["implementation"]), f"{r['forward_ms']:.3f}" if "forward_ms" in r else "—"]
-            for r in results.rows("window")
-        ],
-    )
-    order = {name: number for number, name in enumerate(FEATURES)}
-    grid(
-        "Features at 128, 8k, causal: forward ms, forward and backward ms (multiples of plain)",
-        results.rows("features"),
-        "feature",
-        lambda row: (order.get(row["feature"], 99), row["feature"]),
-        lambda k: k[1],
-        lambda r: (
-            "—"
-            if r is None or "forward_ms" not in r
-            else f"{r['forward_ms']:.2f} ({r.get('forward_ratio', 0):.2f}), {r.get('both_ms', 0):.2f} ({r.get('both_ratio', 0):.2f})"
-        ),
-    )
-    grid(
-        "Relative error against float64, the largest of out, dq, dk, dv (*: not the same bits twice)",
-        errors,
-        "case",
-        lambda row: (row["head_dim"], row["feature"]),
-        lambda k: f"{k[0]} {k[1]}",
-        lambda r: (
-            "—" if r is None or "errors" not in r else f"{max(r['errors'].values()):.1e}{'' if r['repeats'] else '*'}"
-        ),
-    )
-    grid(
-        "Compile seconds, forward, forward and backward: cold; warm",
-        results.rows("compile"),
-        "head dim",
-        lambda row: (row["head_dim"],),
-        lambda k: k[0],
-        lambda r: (
-            "—"
-            if r is None or "cold_forward_s" not in r
-            else "; ".join(f"{r.get(f'{t}_forward_s', 0):.2f}, {r.get(f'{t}_both_s', 0):.2f}" for t in ("cold", "warm"))
-        ),
-    )
-    show_failures(results)
-
-
-def show_failures(results):
-    """Each complaint once, with how often it came."""
-    counts = {}
-    for part in PARTS:
-        for row in results.rows(part) if part != "peers" else ():
-            for name in ("failed", "backward_failed"):
-                if name in row:
-                    said = (part, short(row["implementation"]), row[name][:150])
-                    counts[said] = counts.get(said, 0) + 1
-    for (part, name, words), count in list(counts.items())[:30]:
-        print(f"{count} × {part}, {name}: {words}")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
@@ -490,7 +376,7 @@ def main():
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     results = Results(options.out)
     if options.table:
-        return show(results)
+        return show(results, PARTS, FEATURES)
     start = time.monotonic()
     options.deadline = start + options.budget
     options.platforms = options.platforms or our_platforms()
@@ -506,7 +392,7 @@ def main():
         measure_compile(options, results)
     add_ratios(results)
     results.write()
-    show(results)
+    show(results, PARTS, FEATURES)
     print(f"{time.monotonic() - start:.0f} s")
 
 

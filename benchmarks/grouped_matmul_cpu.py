@@ -2,8 +2,8 @@
 
     python benchmarks/grouped_matmul_cpu.py [--out benchmarks/results/grouped_matmul_cpu.json]
 
-float32, M = 4096, K = N = 512; random group sizes, so that no group starts at a multiple of a tile. torch is measured if
-it is installed: a loop over the groups in Python, with sizes that it knows beforehand. The dense product is
+float32, M = 4096, K = N = 512; random group sizes, so that no group starts at a multiple of a tile. torch is measured
+if it is installed: a loop over the groups in Python, with sizes that it knows beforehand. The dense product is
 ``[M, K] · [K, N]``, the work of all groups together. Bursts of all of them are timed
 in random order, each after a pause, and the best of each counts.
 """

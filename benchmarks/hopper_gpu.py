@@ -1,10 +1,10 @@
-"""The Pallas kernels of flash_attention on a Hopper GPU and their peers, timed together: TFLOP/s, features, errors, a Llama-like layer.
+"""The Pallas kernels of flash_attention on a Hopper GPU and their peers: TFLOP/s, features, errors, a Llama-like layer.
 
     python benchmarks/hopper_gpu.py --out FILE [--peers DIR] [--fa4 DIR] [--parts cells,window,features,llama,errors]
 
 All implementations of a cell are timed together: bursts in random order, each after a pause, the best of each counts
-(`ejkernel.utils.bursts` says why). The backward is measured by itself, from the residuals of a forward. Cells, features and
-errors are those of attention_gpu.py.
+(`ejkernel.utils.bursts` says why). The backward is measured by itself, from the residuals of a forward. Cells, features
+and errors are those of attention_gpu.py.
 """
 
 import argparse

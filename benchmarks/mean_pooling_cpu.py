@@ -2,10 +2,10 @@
 
     python benchmarks/mean_pooling_cpu.py [--out benchmarks/results/mean_pooling_cpu.json]
 
-float32, 32768 tokens × 512: as [16, 2048, 512] with masks, and packed as 16 to 4096 sequences. ``jnp.mean`` is the mean over
-the second axis of [16, 2048, 512], which knows no mask; ``jnp.where`` is the usual masked mean. torch is measured if it is
-installed: its mean of the same array. Bursts of all implementations are timed in random order, each after a pause,
-and the best of each counts.
+float32, 32768 tokens × 512: as [16, 2048, 512] with masks, and packed as 16 to 4096 sequences. ``jnp.mean`` is the mean
+over the second axis of [16, 2048, 512], which knows no mask; ``jnp.where`` is the usual masked mean. torch is measured
+if it is installed: its mean of the same array. Bursts of all implementations are timed in random order, each after a
+pause, and the best of each counts.
 """
 
 import jax

@@ -2,9 +2,9 @@
 
     python benchmarks/page_attention_cpu.py [--out benchmarks/results/page_attention_cpu.json]
 
-32 query heads, 8 key heads, head dim 128; pages in random order. ``read`` is a plain sum over as many bytes of cache as the
-contexts hold, in order and on all cores: what memory allows. ``gather`` copies each sequence's table full of pages side by
-side, then runs dense attention. Bursts of all three are timed in random order, each after a pause, and the best
+32 query heads, 8 key heads, head dim 128; pages in random order. ``read`` is a plain sum over as many bytes of cache as
+the contexts hold, in order and on all cores: what memory allows. ``gather`` copies each sequence's table full of pages
+side by side, then runs dense attention. Bursts of all three are timed in random order, each after a pause, and the best
 of each counts.
 """
 

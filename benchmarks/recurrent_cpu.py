@@ -2,10 +2,10 @@
 
     python benchmarks/recurrent_cpu.py [--out benchmarks/results/recurrent_cpu.json]
 
-float32, batch 16, 256 steps, 256 features, hidden size 256. torch is measured if it is installed (2.13.0 in the committed
-results): its forward without gradients, and with them the forward that keeps what its backward needs. ``scan`` is the same
-layer as a ``lax.scan`` that JAX differentiates. Bursts of all implementations are timed in random order,
-each after a pause, and the best of each counts.
+float32, batch 16, 256 steps, 256 features, hidden size 256. torch is measured if it is installed (2.13.0 in the
+committed results): its forward without gradients, and with them the forward that keeps what its backward needs.
+``scan`` is the same layer as a ``lax.scan`` that JAX differentiates. Bursts of all implementations are timed in random
+order, each after a pause, and the best of each counts.
 """
 
 import jax

@@ -2,8 +2,8 @@
 
     python benchmarks/ring_attention_cpu.py [--out benchmarks/results/ring_attention_cpu.json]
 
-No times: the devices share two cores. Bytes and memory are the compiler's own, for 1 × 1024 positions a device, 8 heads × 64,
-float32; the balance is counted from the steps that each device computes.
+No times: the devices share two cores. Bytes and memory are the compiler's own, for 1 × 1024 positions a device, 8 heads
+× 64, float32; the balance is counted from the steps that each device computes.
 """
 
 import os

@@ -15,12 +15,12 @@ import jaxlib
 
 from ejkernel.utils.bursts import time_bursts
 
-# Before a burst on a CPU: torch's threads spin for a while after their work, and would slow whoever comes next.
+# Before a burst on a CPU: torch's threads spin for a while after their work, and would slow the next runner.
 PAUSE = 0.3
 
 
 def best_of(runs, rounds):
-    """Seconds of a call in each runner's best burst, as `ejkernel.utils.bursts` times them; what a runner raises comes through."""
+    """Seconds of a call in each runner's best burst; what a runner raises comes through."""
     times = time_bursts(runs, rounds=rounds, pause=PAUSE if jax.default_backend() == "cpu" else None)
     return {name: found.best for name, found in times.items()}
 

@@ -2,8 +2,8 @@
 
     python benchmarks/tune_attention.py --out ejkernel/tuned/nvidia-h200/flash_attention.json --merge
 
-Every implementation that runs here is timed with each of its parameters, forward and backward apart. The table is written
-after each shape, so that a run that is cut short keeps what it has.
+Every implementation that runs here is timed with each of its parameters, forward and backward apart. The table is
+written after each shape, so that a run that is cut short keeps what it has.
 """
 
 import argparse
@@ -26,7 +26,7 @@ FLASH = "flash_attention"
 
 
 def shape(batch, length, heads, dim, kv_heads=None, *, value_dim=None, kv_len=None, window=None, cap=None, **rest):
-    """One call. ``rest``: causal, sinks, segments, varlen (the number of sequences), bias, mask, dropout, forward_only."""
+    """One call. ``rest``: causal, sinks, segments, varlen (how many sequences), bias, mask, dropout, forward_only."""
     kv_heads, kv_len = kv_heads or heads, kv_len or length
     made = {
         "q": (batch, length, heads, dim),

@@ -1,7 +1,7 @@
 """Flash attention against attention with all its logits in memory: latency and memory over sequence lengths, causal.
 
-Checks that both agree, and writes `flash_vs_standard.png` and `.json`. Memory is what the compiled program takes beside its
-arguments, by the compiler's own account; where the standard one does not fit, it has no numbers.
+Checks that both agree, and writes `flash_vs_standard.png` and `.json`. Memory is what the compiled program takes beside
+its arguments, by the compiler's own account; where the standard one does not fit, it has no numbers.
 
     python examples/flash_vs_standard.py --out lab-figures
 """

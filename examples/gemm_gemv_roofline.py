@@ -1,7 +1,7 @@
 """GEMM and GEMV: latency over the matrix's size, beside the vendor's product, and under the roofline of this machine.
 
-Measures `gemm_tiled`, `gemv`, `jnp.dot` and, where torch sees the same kind of device, `torch.matmul`; checks the results;
-writes four figures (latency, latency split, beside the peer, roofline) and `gemm_gemv_roofline.json`:
+Measures `gemm_tiled`, `gemv`, `jnp.dot` and, where torch sees the same kind of device, `torch.matmul`; checks the
+results; writes four figures (latency, latency split, beside the peer, roofline) and `gemm_gemv_roofline.json`:
 
     python examples/gemm_gemv_roofline.py --out lab-figures
 """

@@ -1,7 +1,8 @@
 """Gemma-3-270m with random weights: what prefill costs, and a decoded token with a KV cache and without.
 
 Measures latency and memory over sequence lengths, checks that both ways of decoding agree, and writes
-`gemma3_prefill_decode.png` and `.json`. On a CPU it takes the first 6 of the 18 layers, one of them with full attention.
+`gemma3_prefill_decode.png` and `.json`. On a CPU it takes the first 6 of the 18 layers, one of them with full
+attention.
 """
 
 import argparse

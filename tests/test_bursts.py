@@ -59,7 +59,7 @@ def runner(clock, name, *durations, device=CPU):
     return call
 
 
-# --- order and pauses ---------------------------------------------------------------------------------------------------------
+# --- order and pauses -----------------------------------------------------------------------------------------------
 
 
 def order_of(clock, seed, rounds=8):
@@ -113,7 +113,7 @@ def test_a_runner_that_has_been_called_is_not_warmed_up_again(clock):
     assert clock.log.count("a") == 1 + 1
 
 
-# --- the size of a burst --------------------------------------------------------------------------------------------------------
+# --- the size of a burst --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_way_to_a_device_and_back_does_not_count(clock):
     assert time_bursts({"a": call}, rounds=1)["a"].best == pytest.approx(1e-5, rel=0.02)
 
 
-# --- how many bursts ------------------------------------------------------------------------------------------------------------
+# --- how many bursts ------------------------------------------------------------------------------------------------
 
 
 def test_best_and_median_are_those_of_the_bursts(clock):
@@ -181,7 +181,7 @@ def test_nothing_to_time_is_nothing():
     assert time_bursts({}) == {}
 
 
-# --- failures -------------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 4])  # when warmed up, when sized, in a burst
@@ -226,7 +226,7 @@ def test_a_repeated_call_that_fails_tells_which():
     assert caught.value.__notes__ == ["raised in run 3 of 5"]
 
 
-# --- places ----------------------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------------------------
 
 
 def test_calls_are_queued_on_accelerators_alone():
@@ -247,7 +247,7 @@ def test_where_values_live():
     assert places(donated).jax == (jax.devices()[0],)
 
 
-# --- the module -------------------------------------------------------------------------------------------------------------------
+# --- the module -----------------------------------------------------------------------------------------------------
 
 
 def test_the_file_can_be_loaded_without_the_package(tmp_path):

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from ejkernel.errors import InvalidInputError, UnsupportedError
-from ejkernel.lab import benchmark, benchmark_latency, benchmark_memory, count_cuda_kernels, memory, warmup
-from ejkernel.lab.benchmark import _category
+from ejkernel.lab import benchmark, benchmark_latency, benchmark_memory, count_cuda_kernels, memory, profiles, warmup
+from ejkernel.lab.profiles import _category
 from ejkernel.utils import bursts
 from ejkernel.utils.bursts import Places, places
 
@@ -43,7 +43,7 @@ def clock(monkeypatch):
     return now
 
 
-# --- signatures and arguments -----------------------------------------------------------------------------------------
+# --- signatures and arguments ---------------------------------------------------------------------------------------
 
 
 def test_signatures_are_as_documented():
@@ -131,7 +131,7 @@ def test_exceptions_come_through_with_a_note(function, fails_at, note):
     assert len(fn.calls) == fails_at
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------------------------
 
 
 def test_latency_is_the_mean_of_the_timed_runs(clock):
@@ -264,7 +264,7 @@ def test_torch_on_two_gpus_and_a_hidden_one_are_synchronized(cuda):
     assert places(cuda.Tensor("cpu"), cuda.Tensor("meta"), jnp.ones(1)).torch == ()
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 def grown(fn, *args):
@@ -370,7 +370,7 @@ def test_a_device_without_statistics_is_named():
         memory.memory_of(lambda: None, 1, "run", Places((), (device,)))
 
 
-# --- the schedule ---------------------------------------------------------------------------------------------------------
+# --- the schedule ---------------------------------------------------------------------------------------------------
 
 
 def test_default_schedule_is_torchs():
@@ -394,7 +394,7 @@ def test_default_schedule_is_torchs():
 def test_default_schedule_without_torch_names_the_extra(monkeypatch):
     from ejkernel.lab import default_schedule
 
-    benchmark._schedule.cache_clear()
+    profiles._schedule.cache_clear()
     for module in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -404,7 +404,7 @@ def test_default_schedule_without_torch_names_the_extra(monkeypatch):
         default_schedule(0)
 
 
-# --- kernels --------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------------------------
 
 NAMES = {
     "gemm": [
@@ -740,7 +740,7 @@ def test_what_is_no_profile_is_refused(prof):
         count_cuda_kernels(prof)
 
 
-# --- JAX's traces -----------------------------------------------------------------------------------------------------------
+# --- JAX's traces ---------------------------------------------------------------------------------------------------
 
 
 def meta(pid, tid, kind, name):

@@ -1,7 +1,7 @@
 """The lab: measure kernels, draw them, study models with them.
 
-Every name is loaded when it is first used, so that importing the lab is cheap: matplotlib, pandas, torch and transformers
-are needed only by what uses them, and what is missing is named with the extra to install.
+Every name is loaded when it is first used, so that importing the lab is cheap: matplotlib, pandas, torch and
+transformers are needed only by what uses them, and what is missing is named with the extra to install.
 
 Example:
     >>> from ejkernel.lab import GPU_SPECS, get_ridge_point

@@ -66,7 +66,7 @@ def check(workload: Workload, platform: str, dtype: str) -> dict[str, Any]:
         refusals = [line.split(None, 3) for line in str(error).splitlines() if " refused " in line]
         reasons = [words[3] for words in refusals if words[0] == platform and len(words) == 4]
         return {**row, "refused": True, "reason": (reasons or str(error).splitlines())[0]}
-    except Exception as error:  # a kernel that crashes is a row of the table, not its end
+    except Exception as error:  # a kernel that crashes becomes a row, the others are still checked
         return {**row, "reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
     errors = relative_errors(found, _exact(workload, arrays))
     row["error"] = max(errors.values())
@@ -86,8 +86,8 @@ def relative_errors(found: dict[str, Any], exact: dict[str, Any]) -> dict[str, f
 
     def one(x: Any, e: Any) -> float:
         pairs = list(zip(jax.tree.leaves(x), jax.tree.leaves(e), strict=True))
-        error, size = (np.sqrt(sum(np.sum(np.square(d)) for d in ds)) for ds in (
-            [np.asarray(x, np.float64) - np.asarray(e) for x, e in pairs], [np.asarray(e) for _, e in pairs]))  # fmt: skip
+        error = np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64) - np.asarray(e))) for x, e in pairs))
+        size = np.sqrt(sum(np.sum(np.square(np.asarray(e))) for _, e in pairs))
         return float(error / max(size, 1e-30)) if np.isfinite(error) else float("inf")
 
     return {name: one(x, exact[name]) for name, x in found.items()}
@@ -111,7 +111,7 @@ def _exact(workload: Workload, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_float64(f: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]) -> Any:
-    """``f`` of the arrays in float64; on the CPU where JAX has it beside an accelerator, for which that takes long to compile."""
+    """``f`` of the arrays in float64, on the CPU where JAX has it: an accelerator's compiler takes long for that."""
 
     def exact(x: Any) -> np.ndarray:
         return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)

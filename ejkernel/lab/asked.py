@@ -54,7 +54,8 @@ def can_write(path: str | os.PathLike) -> None:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise InvalidInputError(
-            f"--output is {os.fspath(path)!r}: no file can be written there ({error.strerror or error}). Name another place with -o."
+            f"--output is {os.fspath(path)!r}: no file can be written there ({error.strerror or error}). "
+            "Name another place with -o."
         ) from error
 
 
@@ -115,7 +116,7 @@ def explain(
     return ejkernel.explain(operation, **arrays, **statics, platform=platform(pinned), device=device)
 
 
-def as_json(decided: Any) -> dict[str, Any]:
+def decision(decided: Any) -> dict[str, Any]:
     """A decision as plain data."""
     chosen = decided.chosen
     return {
@@ -148,8 +149,9 @@ def tune(operation: str, length: int, backward: bool) -> list[dict[str, Any]]:
             record = chain.lookup(call, describe(), entry, direction)
             if record:
                 params = ", ".join(f"{n}={v}" for n, v in record.params.to_dict().items() if v is not None)
-                rows.append({"operation": operation, "length": length, "direction": direction, "platform": entry.platform.value,
-                             "ms": record.seconds * 1e3, "params": params})  # fmt: skip
+                row = {"operation": operation, "length": length, "direction": direction}
+                row |= {"platform": entry.platform.value, "ms": record.seconds * 1e3, "params": params}
+                rows.append(row)
     return rows
 
 

@@ -39,8 +39,8 @@ class Ceilings:
         fingerprint: what the numbers hold for; see `ejkernel.ops.utils.device_fingerprint`.
         copy_bytes_per_s: bytes read and bytes written a second, added, by an update in place.
         read_bytes_per_s: bytes read a second by a reduction.
-        matmul_flops_per_s: operations a second of a large square product, by the name of its dtype. On an NVIDIA GPU with
-            tensor cores, `float32` has full precision and `tensorfloat32` is what JAX does by default.
+        matmul_flops_per_s: operations a second of a large square product, by the name of its dtype. On an NVIDIA GPU
+            with tensor cores, `float32` has full precision and `tensorfloat32` is what JAX does by default.
 
     Example:
         >>> ceilings = Ceilings("cpu", "cpu|x86_64", 5e10, 4e10, {"float32": 1e11})
@@ -62,8 +62,8 @@ class Ceilings:
 def measure_ceilings(*, refresh: bool = False) -> Ceilings:
     """The copy, read and matmul rates of JAX's default device.
 
-    They are measured in a few seconds, best of several, and kept in `EJKERNEL_CACHE_DIR` (else the user's cache folder) by the
-    device's fingerprint and JAX's version. A store that cannot be read or written costs a warning.
+    They are measured in a few seconds, best of several, and kept in `EJKERNEL_CACHE_DIR` (else the user's cache folder)
+    by the device's fingerprint and JAX's version. A store that cannot be read or written costs a warning.
 
     Args:
         refresh: measure again, and replace what was kept.
@@ -82,7 +82,7 @@ def measure_ceilings(*, refresh: bool = False) -> Ceilings:
     return kept
 
 
-# --- the store -------------------------------------------------------------------------------------------------------
+# --- the store ------------------------------------------------------------------------------------------------------
 
 
 def _path(info: DeviceInfo) -> Path:
@@ -124,7 +124,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)  # measure_ceilings' caller
 
 
-# --- the measurements ------------------------------------------------------------------------------------------------
+# --- the measurements -----------------------------------------------------------------------------------------------
 
 
 def _measure(device: Any, info: DeviceInfo) -> Ceilings:

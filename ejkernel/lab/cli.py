@@ -55,8 +55,7 @@ def _stop(words: str, code: int) -> None:
 def _app() -> Any:
     import typer
 
-    from ejkernel.lab import tables
-    from ejkernel.lab.page import as_json as to_json
+    from ejkernel.lab import page, tables
 
     app = typer.Typer(
         no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
@@ -67,10 +66,10 @@ def _app() -> Any:
     def show(result: Any, as_json: bool, draw: Any) -> None:
         try:
             if as_json:
-                print(to_json(result), flush=True)
+                print(page.as_json(result), flush=True)
             else:
                 tables.to_terminal(draw, result)
-        except BrokenPipeError:  # whoever read it, such as head, has gone: that is no failure
+        except BrokenPipeError:  # its reader, such as head, has ended: that is no failure
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     @app.callback()
@@ -113,13 +112,14 @@ def _app() -> Any:
     ) -> None:
         """What would run a call, and why not something else. Exit code 1 if nothing can.
 
-        [bold]Examples[/]: ejkernel explain flash_attention --shape 2,4096,32,128 --shape key=2,4096,8,128 --causal --device nvidia-h200
+        [bold]Examples[/]: ejkernel explain flash_attention --shape 2,4096,32,128 --shape key=2,4096,8,128 --causal
+        --device nvidia-h200
         """
         from ejkernel.lab import asked
 
         decided = asked.explain(op, shape or [], dtype, causal, options or [], platform, device)
         show(
-            asked.as_json(decided),
+            asked.decision(decided),
             as_json,
             lambda console, _: console.print(str(decided), markup=False, soft_wrap=True),
         )
@@ -173,7 +173,11 @@ def _app() -> Any:
             job
             for name in operations
             for job in speed.bench_plan(
-                [name], lengths or report.lengths(True)[name], with_peers=with_peers, pinned=pinned, backward=backward
+                [name],
+                lengths or report.default_lengths(True)[name],
+                with_peers=with_peers,
+                pinned=pinned,
+                backward=backward,
             )
         ]
         with _progress(len(plan)) as step:
@@ -191,14 +195,15 @@ def _app() -> Any:
     ) -> None:
         """Measure implementations and their parameters here, and keep the fastest for this device.
 
-        What is tuned are the calls that [bold]bench[/] times. For calls of your own: ejkernel.autotune, or EJKERNEL_AUTOTUNE=1.
+        What is tuned are the calls that [bold]bench[/] times. For calls of your own: ejkernel.autotune, or
+        EJKERNEL_AUTOTUNE=1.
 
         [bold]Examples[/]: ejkernel tune flash_attention --length 4096
         """
         from ejkernel.lab import asked, report
 
         lengths = asked.lengths(length)
-        plan = [(name, n) for name in asked.operations(op) for n in lengths or report.lengths(True)[name]]
+        plan = [(name, n) for name in asked.operations(op) for n in lengths or report.default_lengths(True)[name]]
         with _progress(len(plan)) as step:
             rows = [row for job in plan for row in step(f"{job[0]}, {job[1]}", asked.tune, *job, backward)]
         show({"machine": report.machine(), "tuned": rows}, as_json, tables.tuned)
@@ -243,7 +248,7 @@ def _app() -> Any:
 
         [bold]Examples[/]: ejkernel report --quick · ejkernel report -o my-report
         """
-        from ejkernel.lab import asked, page
+        from ejkernel.lab import asked
         from ejkernel.lab import report as lab
 
         asked.can_draw(os.path.join(output, "roofline.png"))

@@ -59,9 +59,9 @@ def _nvml_handle(pynvml: Any, gpu: Any) -> Any:
 
 
 def cold_ms(call: Callable[[], Any], where: Places, what: str) -> tuple[float | None, tuple[str, ...]]:
-    """A run's time after the caches were overwritten (with the overwriting, less the overwriting alone), and what went wrong.
+    """A run's time after the caches were overwritten, and what went wrong.
 
-    None where there is no single GPU.
+    It is the time with the overwriting less that of the overwriting alone. None where there is no single GPU.
     """
     gpu = the_gpu(where)
     if gpu is None:

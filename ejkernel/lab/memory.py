@@ -1,4 +1,4 @@
-"""How much memory a function takes: on an accelerator as its allocator says, on a CPU as the system says of the process."""
+"""How much memory a function takes: on an accelerator by its allocator, on a CPU by the memory of the process."""
 
 from __future__ import annotations
 
@@ -122,9 +122,10 @@ def _alone(call: Callable[[], Any]) -> Any:
 
 
 def _settled_bytes() -> int:
-    """Resident memory when nothing more is freed: XLA drops a program's temporaries some time after its results are ready.
+    """Resident memory when nothing more is freed.
 
-    Freed memory is given back to the system, or a run could use it again without being seen to.
+    XLA drops a program's temporaries some time after its results are ready. Freed memory is given back to the system:
+    a run that used it again would not show.
     """
     lowest, still = sys.maxsize, 0
     for _ in range(200):
@@ -168,7 +169,7 @@ def planned_bytes(program: jax.stages.Compiled) -> int | None:
 
 
 def observed_bytes(call: Callable[[], Any], where: Places, what: str) -> int | None:
-    """What a call takes on top of what was in use before it; None where nobody knows."""
+    """What a call takes on top of what was in use before it; None where it is not known."""
     try:
         memory = memory_of(call, 1, f"{what} for memory", where)
     except UnsupportedError:

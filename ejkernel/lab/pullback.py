@@ -18,7 +18,7 @@ __all__ = ["Pullback", "pullback"]
 
 
 class Pullback(NamedTuple):
-    """`prepare` runs the forward once and gives the pullback and its operands; `check` refuses a result without floats."""
+    """`prepare` runs the forward and gives the pullback and its operands; `check` refuses a result without floats."""
 
     prepare: Callable[[], tuple[Callable[..., Any], tuple]]
     check: Callable[[Any], None]

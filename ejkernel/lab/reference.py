@@ -1,4 +1,4 @@
-"""Each operation written the obvious way in ``jnp``: run and differentiated in float64, it is what kernels are checked against."""
+"""Each operation from its definition in ``jnp``: run and differentiated in float64, kernels are checked against it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def attention(
     kv_segment_ids: Any = None,
     seen: Any = True,
 ) -> Any:
-    """The definition, with all logits at once; ``seen`` broadcasts to ``[B, H, Sq, Sk]``. Every row must see some key or a sink, and
-    segment ids are positive.
+    """The definition, with all logits at once; ``seen`` broadcasts to ``[B, H, Sq, Sk]``.
+
+    Every row must see some key or a sink, and segment ids are positive.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))

@@ -106,7 +106,7 @@ def _under(roof: dict[str, Any], point: dict[str, Any]) -> float:
     return min(roof["tflops"], point["intensity"] * roof["tb_per_s"])
 
 
-def lengths(quick: bool) -> dict[str, tuple[int, ...]]:
+def default_lengths(quick: bool) -> dict[str, tuple[int, ...]]:
     """At which lengths each operation is timed."""
     on_cpu = describe().kind == "cpu"
     attention = (512, 1024, 2048, 4096) if on_cpu else (2048, 4096, 8192, 16384)
@@ -118,7 +118,7 @@ def lengths(quick: bool) -> dict[str, tuple[int, ...]]:
 
 def plan(quick: bool) -> list[Job]:
     """The timings of a report. Over one device a ring is flash attention with a detour, so it is left out there."""
-    timed = lengths(quick)
+    timed = default_lengths(quick)
     wanted = [name for name in OPERATIONS if name != "ring_attention" or len(jax.devices()) > 1]
     return [
         job

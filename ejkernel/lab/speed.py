@@ -24,7 +24,7 @@ from ejkernel.utils.bursts import BurstTimes, Places, places, time_bursts
 
 FORWARD, BOTH = "forward", "forward + backward"
 OURS = "ejkernel"
-BURSTS = 100  # the most of one implementation
+MOST_BURSTS = 100  # of one implementation
 
 
 class Job(NamedTuple):
@@ -98,14 +98,14 @@ def bench(job: Job, *, seconds: float = 0.3) -> list[dict[str, Any]]:
                 row["error"] = _error_of(workload, found.outcome, expected())
         except peers.Absent as error:
             row["reason"] = str(error)
-        except Exception as error:  # one that fails is a row of the table, not its end
+        except Exception as error:  # one that fails becomes a row, the others are still timed
             row["reason"] = _reason(error)
         else:
             prepared[name] = found._replace(outcome=None)
     times = time_bursts(
         {name: found.call for name, found in prepared.items()},
         where={name: found.where for name, found in prepared.items()},
-        rounds=BURSTS,
+        rounds=MOST_BURSTS,
         seconds=3 * seconds,
         enough=lambda samples, spent: spent >= seconds and len(samples) >= FEWEST_SAMPLES,
     )
@@ -160,7 +160,7 @@ def _prepared(workload: Workload, implementation: str, what: str, dtype: str) ->
         args = (floats, rest)
     jitted = jax.jit(run)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a peer's own affair
+        warnings.simplefilter("ignore")  # of a peer's own code
         start = time.perf_counter()
         memory = jitted.lower(*args).compile().memory_analysis()
         compile_ms = (time.perf_counter() - start) * 1e3

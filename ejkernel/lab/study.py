@@ -1,7 +1,8 @@
-"""Kernels to study: a product of matrices in tiles, a matrix times a vector, and attention with all its logits in memory.
+"""Kernels to study: a tiled product of matrices, a matrix times a vector, and attention with all its logits in memory.
 
-``gemm_tiled`` and ``gemv`` run in Triton on an NVIDIA or AMD GPU, in Triton's interpreter where ``TRITON_INTERPRET=1`` is set,
-and in tiles in XLA elsewhere. They accumulate in float32; Triton's add nothing atomically, so every run gives the same bits.
+``gemm_tiled`` and ``gemv`` run in Triton on an NVIDIA or AMD GPU, in Triton's interpreter where ``TRITON_INTERPRET=1``
+is set, and in tiles in XLA elsewhere. They accumulate in float32; Triton's add nothing atomically, so every run gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ejkernel.ops.core.checks import Checker, is_array, is_concrete
 __all__ = ["gemm_tiled", "gemv", "standard_attention"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-# XLA's tile on a CPU: large enough for its own product to run at full speed, and for the copies of the tiles to be cheap.
+# XLA's tile on a CPU: large enough for its own product to run at full speed, and for the copies of the tiles to be
+# cheap.
 XLA_TILE = (512, 1024, 1024)
 # Below this many rows or columns every element is used too seldom for a tile to pay.
 THIN = 64
@@ -39,15 +41,15 @@ OLDEST = 80
 def gemm_tiled(a: Any, b: Any, *, block: tuple[int, int, int] | None = None) -> Array:
     """``a @ b`` for ``[M, K]`` and ``[K, N]``, tile by tile.
 
-    The operands are both float32, bfloat16 or float16; sums are float32 (exact products, no TF32) and the result has the
-    operands' dtype. Sizes may be anything, 0 included. Reverse-mode gradients run through the same kernel, with tiles of
-    their own choice; ``vmap`` is a loop.
+    The operands are both float32, bfloat16 or float16; sums are float32 (exact products, no TF32) and the result has
+    the operands' dtype. Sizes may be anything, 0 included. Reverse-mode gradients run through the same kernel, with
+    tiles of their own choice; ``vmap`` is a loop.
 
     Args:
         a: the left matrix.
         b: the right matrix.
-        block: the tile's ``(m, n, k)``; None: the device and the sizes decide. Triton wants powers of two from 16 on that
-            fit its device.
+        block: the tile's ``(m, n, k)``; None: the device and the sizes decide. Triton wants powers of two from 16 on
+            that fit its device.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,7 +72,8 @@ def gemm_tiled(a: Any, b: Any, *, block: tuple[int, int, int] | None = None) -> 
 def gemv(a: Any, x: Any, *, block: tuple[int, int] | None = None) -> Array:
     """``a @ x`` for ``[M, K]`` and ``[K]``: every element of the matrix is read once, so memory sets the pace.
 
-    Dtypes, sums, gradients and ``vmap`` are those of ``gemm_tiled``; the vector's gradient copies the matrix transposed.
+    Dtypes, sums, gradients and ``vmap`` are those of ``gemm_tiled``; the vector's gradient copies the matrix
+    transposed.
 
     Args:
         a: the matrix.
@@ -98,8 +101,8 @@ def standard_attention(query: Any, key: Any, value: Any, *, causal: bool = False
     """Attention with every logit in memory: what flash attention is compared with.
 
     Shapes are those of ``ejkernel.flash_attention``: query ``[B, Sq, H, D]``, key ``[B, Sk, Hkv, D]``, value
-    ``[B, Sk, Hkv, Dv]``, with H a multiple of Hkv. Logits and their softmax are float32 (float64 for float64), the result
-    has the query's dtype. ``causal`` aligns the last query with the last key; a row that sees nothing is 0.
+    ``[B, Sk, Hkv, Dv]``, with H a multiple of Hkv. Logits and their softmax are float32 (float64 for float64), the
+    result has the query's dtype. ``causal`` aligns the last query with the last key; a row that sees nothing is 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -128,7 +131,7 @@ def standard_attention(query: Any, key: Any, value: Any, *, causal: bool = False
 
 
 def _operands(check: Checker, given: dict[str, tuple[str, Any]], dtypes: tuple[str, ...] = DTYPES) -> list[Array]:
-    """The arguments as JAX arrays of one dtype that vary over the same mesh axes; ``given`` has their expected shapes."""
+    """The arguments as JAX arrays of one dtype that vary over the same mesh axes; ``given`` has the expected shapes."""
     arrays: list[Array] = []
     for name, (shape, value) in given.items():
         if is_array(value) and not isinstance(value, jax.Array) and not _is_numpy_dtype(value.dtype):

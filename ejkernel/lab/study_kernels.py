@@ -1,7 +1,7 @@
 """The study's Triton kernels, a product of matrices and of a matrix with a vector, and with which tiles they run.
 
-Arrays are row-major and whole. Sizes along which memory is contiguous come in units (``k_unit``, ``n_unit``), so that the
-compiler knows of rows that are aligned, and loads wide. Offsets that grow with a matrix have 64 bits.
+Arrays are row-major and whole. Sizes along which memory is contiguous come in units (``k_unit``, ``n_unit``), so that
+the compiler knows of rows that are aligned, and loads wide. Offsets that grow with a matrix have 64 bits.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.kernels._triton.call import call, interpreting
 
-# Tiles of the product, (m, n, k, warps, stages), the largest first; none spills on the chips that the tests compile for.
+# Tiles of the product, (m, n, k, warps, stages), the largest first; none spills on the chips that the tests compile
+# for.
 HALF = ((128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (64, 64, 64, 4, 3))
 HALF_THIN = ((16, 128, 128, 4, 3),)
 FULL = ((128, 128, 16, 8, 3), (64, 64, 16, 4, 3))
@@ -43,7 +44,7 @@ LARGEST_TILE = 2**16
 
 @dataclass(frozen=True)
 class GemmConstants:
-    """What ``gemm`` is compiled for: tiles, rows of tiles in a group, units; no size, so that one kernel serves them all.
+    """What ``gemm`` is compiled for: tiles, rows of tiles in a group, units; no size, so one kernel serves them all.
 
     ``tail`` tells whether the last step over ``k`` is not a whole one.
     """
@@ -73,7 +74,7 @@ def gemm(a, b, m, n, k, out, C: tl.constexpr):
     n = n * C.n_unit
     k = k * C.k_unit
     program = tl.program_id(0)
-    # Programs that run side by side take a few rows of tiles and walk along the columns: the operands' tiles that they
+    # Programs that run side by side take a few rows of tiles and go along the columns: the operands' tiles that they
     # have in common are still in the L2 cache.
     across = tl.cdiv(n, C.bn)
     first = program // (C.group * across) * C.group
@@ -159,7 +160,7 @@ def run_gemm(a: Array, b: Array, block: tuple[int, int, int] | None, device: Dev
 
 
 def run_gemv(a: Array, x: Array, block: tuple[int, int] | None, device: DeviceInfo) -> Array:
-    """``a @ x`` for sizes above 0. Where the rows are few, several programs share one's sum and XLA adds their parts up."""
+    """``a @ x`` for sizes above 0. Where the rows are few, several programs share a sum and XLA adds their parts."""
     m, k = a.shape
     bm, bk = block or _gemv_tile(m, k, a.dtype)
     blocks, steps = triton.cdiv(m, bm), triton.cdiv(k, bk)

@@ -18,11 +18,6 @@ def to_terminal(draw: Any, result: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def text(console: Any, words: str) -> None:
-    """Words as they are."""
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
-
-
 def info(console: Any, result: dict[str, Any]) -> None:
     """The machine, and the kernels with reasons."""
     _machine(console, result["machine"])

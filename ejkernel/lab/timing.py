@@ -1,7 +1,7 @@
 """How long a function takes, whether it computes with JAX, with torch or with neither.
 
-JAX and torch return before a device is done. Where a function computes is seen from the arrays that it takes and returns;
-torch is looked at only if the caller has imported it.
+JAX and torch return before a device is done. Where a function computes is seen from the arrays that it takes and
+returns; torch is looked at only if the caller has imported it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Measurement:
     """What `measure` found.
 
     Attributes:
-        median_ms: the median time of a run, in milliseconds. Runs are timed in bursts, and the mean of a burst counts as one
-            time here and in the quantiles.
+        median_ms: the median time of a run, in milliseconds. Runs are timed in bursts, and the mean of a burst counts
+            as one time here and in the quantiles.
         mean_ms: the mean.
         min_ms: the least: what to compare functions by, as noise only adds time.
         p10_ms: the 10th percentile.
         p90_ms: the 90th percentile.
         runs: the timed runs.
-        compile_ms: tracing and compiling a jitted function, with JAX's caches on disk as they were; None if this process had
-            compiled it for these arguments before. Of any other function, by how much the first call took longer than the
-            median.
+        compile_ms: tracing and compiling a jitted function, with JAX's caches on disk as they were; None if this
+            process had compiled it for these arguments before. Of any other function, by how much the first call took
+            longer than the median.
         cold_ms: the time of a run that finds nothing of its input in the caches of a GPU; None elsewhere.
-        peak_memory_bytes: the most memory that a run takes on top of what was in use before it: its results and temporaries.
-            The compiler's plan for a jitted function; else what the device's allocator saw, or on a CPU the process.
-            None where nobody knows.
+        peak_memory_bytes: the most memory that a run takes on top of what was in use before it: its results and
+            temporaries. The compiler's plan for a jitted function; else what the device's allocator saw, or on a CPU
+            the process. None where it is not known.
         flags: reasons to doubt the times, each a sentence; empty if there is none.
         backward: the same of the pullback alone, if `vjp=True` asked for it.
 
@@ -89,25 +89,25 @@ def measure(
 ) -> Measurement:
     """Time `fn(*args, **kwargs)` until the median is stable.
 
-    The function is measured as it is: pass `jax.jit(fn)` to measure the compiled one. After the first call, which compiles,
-    bursts of runs are timed for at least `min_seconds`, and until the median is known to 2 % or `max_seconds` have passed; one
-    burst is always timed. On a CPU each run waits for its result. An accelerator runs its queue in order, so there the runs of
-    a burst are queued and waited for once, after a pause: what is timed is the device, or the host if it cannot fill the queue.
-    To compare functions, time them together: `ejkernel.utils.bursts.time_bursts`.
+    The function is measured as it is: pass `jax.jit(fn)` to measure the compiled one. After the first call, which
+    compiles, bursts of runs are timed for at least `min_seconds`, and until the median is known to 2 % or `max_seconds`
+    have passed; one burst is always timed. On a CPU each run waits for its result. An accelerator runs its queue in
+    order, so there the runs of a burst are queued and waited for once, after a pause: what is timed is the device, or
+    the host if it cannot fill the queue. To compare functions, time them together: `ejkernel.utils.bursts.time_bursts`.
 
     Args:
         fn: a function of JAX arrays, of torch tensors, or of neither.
         *args: its arguments.
-        vjp: time the backward too: the pullback alone, jitted for JAX. The floating-point arrays among the arguments (and a
-            torch module's parameters) are differentiated, the floating-point results get a cotangent of ones.
+        vjp: time the backward too: the pullback alone, jitted for JAX. The floating-point arrays among the arguments
+            (and a torch module's parameters) are differentiated, the floating-point results get a cotangent of ones.
         min_seconds: the least time to spend on timed runs: 0.2, or `max_seconds` if that is less.
         max_seconds: the most, as far as whole runs allow; the backward has the same budget again.
         **kwargs: more arguments.
 
     Raises:
-        InvalidInputError: for a function that cannot be called, or cannot be called again because it donates its arguments,
-            for an impossible budget, or `vjp` without a floating-point argument or result, which ends it before the timed
-            runs. What the function raises comes through, with a note on the run.
+        InvalidInputError: for a function that cannot be called, or cannot be called again because it donates its
+            arguments, for an impossible budget, or `vjp` without a floating-point argument or result, which ends it
+            before the timed runs. What the function raises comes through, with a note on the run.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -239,8 +239,8 @@ def caller(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Calla
             arrays = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, jax.Array))
             if "deleted" in str(error) and any(array.is_deleted() for array in arrays):
                 raise InvalidInputError(
-                    "fn cannot be repeated: an array among its arguments has been deleted, as fn donates it (donate_argnums "
-                    "or donate_argnames of jax.jit) or as it was donated before; pass a function that does not donate."
+                    "fn cannot be repeated: an array among its arguments has been deleted, as fn donates it "
+                    "(donate_argnums or donate_argnames of jax.jit) or as it was donated before; pass a function that does not donate."
                 ) from error
             raise
 
@@ -257,7 +257,7 @@ def _uncertainty(samples: Sequence[float]) -> float:
 
 
 def doubts(samples: Sequence[float], seconds: float, setting: str) -> list[str]:
-    """Reasons not to trust times; `seconds` is how long they were taken, and `setting` what to raise where that was too short."""
+    """Reasons not to trust times that were taken for `seconds`; `setting` is what to raise where that was too short."""
     median = float(np.median(samples))
     found = []
     if len(samples) < FEWEST_SAMPLES:

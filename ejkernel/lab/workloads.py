@@ -198,10 +198,11 @@ def _mean_pooling(length: int) -> list[Workload]:
     rng = np.random.default_rng(0)
     mask = np.arange(length) < rng.integers(1, length + 1, batch)[:, None]
     offsets = np.array([0, length, length, length + length // 3, 2 * length], np.int32)
-    return [
-        Workload("mean_pooling", "masked", {"inputs": _normal(0, batch, length, width), "mask": mask}, {}, ("inputs",)),
-        Workload("mean_pooling", "packed", {"inputs": _normal(0, 2 * length, width), "cu_seqlens": offsets}, {}, ("inputs",)),
-    ]  # fmt: skip
+    calls = {
+        "masked": {"inputs": _normal(0, batch, length, width), "mask": mask},
+        "packed": {"inputs": _normal(0, 2 * length, width), "cu_seqlens": offsets},
+    }
+    return [Workload("mean_pooling", name, arrays, {}, ("inputs",)) for name, arrays in calls.items()]
 
 
 def _grouped_matmul(length: int) -> list[Workload]:

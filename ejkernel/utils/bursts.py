@@ -1,17 +1,19 @@
 """How a call is timed everywhere in this package: in bursts, in random order, each after a pause.
 
-Timed one after another, the same program was seen to differ by a tenth with its place in the order: the clock of a GPU follows
-its power and its temperature, and those follow what ran before. Therefore:
+Timed one after another, the same program was seen to differ by a tenth with its place in the order: the clock of a GPU
+follows its power and its temperature, and those follow what ran before. Therefore:
 
-- Runners that are to be compared are timed together. Every round times one burst of each, in an order drawn from a seed.
-- On an accelerator a burst comes after a pause, so that every burst finds the device in the same state. A first call, which
-  brings back clocks and caches, is not counted.
-- An accelerator runs its queue in order, so the calls of a burst are queued and waited for once, and a burst is long enough
-  for one launch and one wait not to matter. On a CPU, where JAX may run several calls at once, each call is waited for.
+- Runners that are to be compared are timed together. Every round times one burst of each, in an order drawn from a
+  seed.
+- On an accelerator a burst comes after a pause, so that every burst finds the device in the same state. A first call,
+  which brings back clocks and caches, is not counted.
+- An accelerator runs its queue in order, so the calls of a burst are queued and waited for once, and a burst is long
+  enough for one launch and one wait not to matter. On a CPU, where JAX may run several calls at once, each call is
+  waited for.
 - The best burst is what to compare by, since noise only adds time; the median is what to expect.
 
-Nothing else of this package is imported, so that a benchmark can load this file in a process where ``ejkernel`` is another
-release.
+Nothing else of this package is imported, so that a benchmark can load this file in a process where ``ejkernel`` is
+another release.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ __all__ = ["BurstTimes", "Places", "clocked", "leaves", "places", "repeat", "tim
 ROUNDS = 6
 # Seconds before a burst on an accelerator.
 PAUSE = 0.02
-# The least seconds of a burst. Launching on and waiting for a device takes tens of microseconds; on a CPU the clock is read in
-# a tenth of one, and a result is waited for in one.
+# The least seconds of a burst. Launching on and waiting for a device takes tens of microseconds; on a CPU the clock is
+# read in a tenth of one, and a result is waited for in one.
 DEVICE_BURST, HOST_BURST = 0.015, 0.0002
 LARGEST_BURST = 4096  # calls
 
@@ -88,15 +90,16 @@ def time_bursts(
 ) -> dict[Name, BurstTimes]:
     """Time several runners against each other.
 
-    Each is called once to warm up (which compiles), and then a few times to find how many calls make a burst. After that come
-    rounds of one burst of each, in random order. A runner that raises has no more bursts; the others go on.
+    Each is called once to warm up (which compiles), and then a few times to find how many calls make a burst. After
+    that come rounds of one burst of each, in random order. A runner that raises has no more bursts; the others go on.
 
     Args:
         runners: functions of no arguments by name, of JAX, of torch or of neither.
         rounds: the most bursts of each.
-        seconds: how long the timed calls of a runner may take together. A runner that has reached it has no more bursts, but
-            every runner has one.
-        enough: asked after a burst whether its runner needs no more, with its times so far and the seconds that its bursts took.
+        seconds: how long the timed calls of a runner may take together. A runner that has reached it has no more
+            bursts, but every runner has one.
+        enough: asked after a burst whether its runner needs no more, with its times so far and the seconds that its
+            bursts took.
         pause: seconds before each burst; None: 0.02 for a runner on an accelerator, and none on a CPU.
         seed: of the order.
         where: where runners compute that have been called before; the others are called once to see.
@@ -188,8 +191,8 @@ def clocked(call: Callable[[], Any], count: int, what: Any, where: Places | None
 def repeat(call: Callable[[], Any], count: int, what: Any, where: Places | None) -> Any:
     """Call `count` times and return the last result, waited for.
 
-    Calls of an accelerator are queued and waited for once, others one by one; so they are without a place. What a call raises
-    gets a note that says in which of them, by the name `what`.
+    Calls of an accelerator are queued and waited for once, others one by one; so they are without a place. What a call
+    raises gets a note that says in which of them, by the name `what`.
 
     Example:
         >>> calls = []
@@ -213,11 +216,11 @@ def repeat(call: Callable[[], Any], count: int, what: Any, where: Places | None)
     return out
 
 
-# --- where a function computes, and waiting for it ---------------------------------------------------------------------------
+# --- where a function computes, and waiting for it ------------------------------------------------------------------
 
 
 class Places(NamedTuple):
-    """Where arrays live: accelerators of torch, devices of JAX (a CPU among them), or something else that can be waited for."""
+    """Where arrays live: accelerators of torch, devices of JAX (or its CPU), or something else that can be waited for."""
 
     torch: tuple[Any, ...]
     jax: tuple[Any, ...]

@@ -4,8 +4,8 @@ The layers, rotary embeddings and caches are transformers' own. What a bare laye
 attention mask (causal, within the window of a sliding layer, nothing of the cache that is not written yet) and where in
 the cache the keys go. Prefill, decode with a cache, decode without one and the forward over all tokens therefore agree.
 
-Positions decide what the cache holds: a call that starts at position 0 starts it anew, and one that starts at an earlier
-position than the next writes that position again, so that a call can be repeated to time it. Time under
+Positions decide what the cache holds: a call that starts at position 0 starts it anew, and one that starts at an
+earlier position than the next writes that position again, so that a call can be repeated to time it. Time under
 `torch.no_grad()`: the grad mode is the caller's. On an accelerator positions are read, which waits for the device, once
 for each tensor that holds them and again only when it was written to; inference tensors, which do not tell, every time.
 

@@ -17,8 +17,8 @@ def prepare(torch, cache, indices, window, start, states):
         )
     if indices[-1] >= len(cache.layers):
         raise InvalidInputError(
-            f"The passes need cache layer {indices[-1]}, and past_key_values has {len(cache.layers)}; expected a cache of "
-            "a config with num_hidden_layers of at least as many."
+            f"The passes need cache layer {indices[-1]}, and past_key_values has {len(cache.layers)}; expected a cache "
+            "of a config with num_hidden_layers of at least as many."
         )
     stop = start + states.shape[1]
     # The length that was asked for: sliding layers keep the window only, and tell it only where it is shorter.
@@ -31,11 +31,12 @@ def prepare(torch, cache, indices, window, start, states):
         room = each.max_cache_len if too_narrow and not widen else full_length
         if room is not None and stop > room:
             raise InvalidInputError(
-                f"position_ids reach {stop - 1}, and cache layer {index} has room for {room} positions; expected a cache "
+                f"position_ids reach {stop - 1}, and cache layer {index} has room for {room} positions; expected a "
                 + (
-                    f"that this layer has filled from position 0, as what was made for sliding layers keeps {room} only."
+                    f"cache that this layer has filled from position 0, as what was made for sliding layers keeps "
+                    f"{room} only."
                     if full_length is not None and stop <= full_length
-                    else f"of initialize_kv_cache(config, {stop}) or more, and a config that has layers of this type."
+                    else f"cache of initialize_kv_cache(config, {stop}) or more, and a config that has layers of this type."
                 )
             )
         given, began = _kind(states), _kind(each.keys) if each.is_initialized else None
@@ -47,8 +48,8 @@ def prepare(torch, cache, indices, window, start, states):
         held = _length(each) if start else 0
         if start > held:
             raise InvalidInputError(
-                f"position_ids start at {start}, and cache layer {index} holds {held} positions; run prefill_forward over "
-                "those before with this cache first."
+                f"position_ids start at {start}, and cache layer {index} holds {held} positions; run prefill_forward "
+                "over those before with this cache first."
             )
         rolled = each.is_sliding and held > each.max_cache_len
         if rolled and start < held - 1:
@@ -67,7 +68,8 @@ def prepare(torch, cache, indices, window, start, states):
             if start == 0:
                 array.detach_()  # what is forgotten must not stay alive in autograd's graph
             elif roll_back:
-                # The newest is to be written again: with it in front, the next update rolls it out instead of the oldest.
+                # The newest is to be written again: with it in front, the next update rolls it out instead of the
+                # oldest.
                 array.copy_(array.roll(1, dims=-2))
         if not ready:
             stale += _set_length(each, start)
@@ -81,8 +83,8 @@ def _kind(array):
     return array.shape[0], array.dtype, array.device
 
 
-# Transformers counts what a cache layer holds in a tensor, in an int, in both, or (full layers in 4.x) not at all: then it
-# looks which keys are not 0.
+# Transformers counts what a cache layer holds in a tensor, in an int, in both, or (full layers in 4.x) not at all: then
+# it looks which keys are not 0.
 
 
 def _counts(cache_layer):

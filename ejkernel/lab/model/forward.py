@@ -87,7 +87,7 @@ def multi_layer_prefill_forward(
     position_embeddings: Embeddings,
     past_key_values: StaticCache | None,
 ) -> torch.Tensor:
-    """`prefill_forward` `num_layers` times, each pass on the output of the one before and with a cache layer of its own.
+    """`prefill_forward` `num_layers` times, each pass on the output of the one before, with its own cache layer.
 
     The layer is the same in all passes, and so is its type: sliding or full attention, whichever it was made as. Pass i
     keeps its keys and values in cache layer i.
@@ -107,7 +107,7 @@ def multi_layer_decode_forward(
     cache_positions: torch.Tensor | int | None,
     prefill_hidden_states: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`decode_forward` `num_layers` times, each pass on the output of the one before and with a cache layer of its own.
+    """`decode_forward` `num_layers` times, each pass on the output of the one before, with its own cache layer.
 
     Without the cache every pass computes all tokens, as the next one needs the outputs for the tokens before, too.
     """

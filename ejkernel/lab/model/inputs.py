@@ -65,8 +65,9 @@ def get_position_embeddings(
     Args:
         hidden_states: the embeddings get their dtype and device; their length does not matter.
         position_ids: `[batch, length]` or `[1, length]`.
-        rotary_emb: transformers' `Gemma3RotaryEmbedding`. Since transformers 5 one module serves all layer types; before,
-            it is the one of the type: the model's `rotary_emb` for full and its `rotary_emb_local` for sliding attention.
+        rotary_emb: transformers' `Gemma3RotaryEmbedding`. Since transformers 5 one module serves all layer types;
+            before, it is the one of the type: the model's `rotary_emb` for full and its `rotary_emb_local` for sliding
+                attention.
         layer_type: `"sliding_attention"` or `"full_attention"`.
 
     Returns:

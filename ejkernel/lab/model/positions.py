@@ -27,7 +27,7 @@ def first_position(torch, position_ids, batch, length):
 
 
 def check_cache_positions(torch, cache_positions, start, batch, length):
-    """That they are the tokens' positions: a row of them, the same row for each of the batch, or the only one by itself."""
+    """Refuse other positions than the tokens': in one row, in the same row for each of the batch, or the only one."""
     given, shape = None if isinstance(cache_positions, torch.Tensor) else integer(cache_positions), ()
     first = given
     if given is None:
@@ -37,8 +37,8 @@ def check_cache_positions(torch, cache_positions, start, batch, length):
     shapes = [(length,), (1, length), (batch, length)] + [()] * (length == 1)
     if shape not in shapes or first != start:
         raise InvalidInputError(
-            f"cache_positions is {short(cache_positions.tolist() if given is None else given)}; expected the new token's "
-            f"position as in position_ids, {short([*range(start, start + length)])}."
+            f"cache_positions is {short(cache_positions.tolist() if given is None else given)}; expected the new "
+            f"token's position as in position_ids, {short([*range(start, start + length)])}."
         )
 
 

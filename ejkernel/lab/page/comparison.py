@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
         return "faster" if self.ratio >= LEVEL else "slower" if self.ratio <= 1 / LEVEL else "level"
 
     @property
-    def times(self) -> str:
+    def shown(self) -> str:
         """How many times as fast as the peer ours is, in words."""
         return ratio(self.ratio)
 

@@ -8,11 +8,9 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ejkernel.lab.extras import need
-from ejkernel.lab.page.files import put
 from ejkernel.lab.page.series import THEME, Look, Panel, device, looks, panels, points, roofs
 from ejkernel.lab.page.words import number
 
@@ -42,28 +40,8 @@ _STYLE = {
 }
 
 
-def draw(result: Mapping[str, Any], folder: str | Path) -> dict[str, Path]:
-    """Write ``latency``, ``memory`` and ``roofline`` as PNG and SVG into a folder, those that the result has rows for.
-
-    Args:
-        result: what the report collected.
-        folder: where to; made where it is missing.
-
-    Returns:
-        The SVG file of each plot that was drawn.
-
-    Example:
-        >>> draw({"timings": []}, ".")
-        {}
-    """
-    files = render(result)
-    if files:
-        put(folder, files)
-    return {Path(name).stem: Path(folder) / name for name in files if name.endswith(".svg")}
-
-
 def render(result: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files that `draw` writes: name and content.
+    """Files by name: `latency`, `memory` and `roofline` as PNG and SVG, those that the result has rows for.
 
     Example:
         >>> render({"timings": []})
@@ -105,7 +83,7 @@ def _figures(result: Mapping[str, Any], together: bool) -> list[tuple[str, Calla
 
 
 def _saved(name: str, make: Callable[[], Any], suffixes: Iterable[str]) -> dict[str, bytes]:
-    """A figure's files, the same for the same result: in a style of its own, whatever the user's, and without a date."""
+    """A figure's files, the same for the same result: in a style of its own, not the user's, and without a date."""
     matplotlib = need("matplotlib", "drawing the report's plots")
     metadata = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
     with matplotlib.rc_context():
@@ -147,7 +125,7 @@ def _for_page(svg: bytes, name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text as matplotlib shall show it: no formulas, nothing that XML cannot hold, and not longer than a plot is wide."""
+    """Text as matplotlib shall show it: no formulas, nothing that XML cannot hold, not longer than a plot is wide."""
     text = "".join(c if c.isprintable() else " " for c in text).replace("$", r"\$")
     return text if len(text) <= 40 else text[:39] + "…"
 

@@ -11,7 +11,9 @@ from ejkernel.errors import InvalidInputError
 
 
 def put(folder: str | Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
-    """Write all files or none, beside their places first, then renamed; then remove the `stale` ones of an earlier time.
+    """Write all files or none, and remove the `stale` ones of an earlier time.
+
+    They are written to a folder inside the given one first, and then renamed.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
