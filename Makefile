@@ -6,11 +6,8 @@ JAX ?=
 TESTS ?= tests
 JOBS ?= 2
 GPU_JOBS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(JOBS)
-# Tests that run in the process whose Triton is the interpreter; tests/conftest.py leaves out all others there.
-INTERPRETER := TRITON_INTERPRET=1 OPENBLAS_NUM_THREADS=1
-# The plugin that compiles for GPUs is there without CUDA's libraries, which only a GPU needs.
-export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
+# JAX's CUDA plugin compiles for GPUs that are not there: without CUDA's libraries, which only a GPU needs.
+export JAX_SKIP_CUDA_CONSTRAINTS_CHECK := 1
 
 .PHONY: demo test test-full test-gpu typecheck lint format docs bench wheel clean
 
@@ -20,34 +17,48 @@ $(VENV)/.demo: pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[lab]" $(JAX)
 	@touch $@
 
-# Kernels are compiled for GPUs on machines without one: by these packages, which exist for Linux on x86_64.
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet -e ".[lab,test]" $(JAX)
-	@version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
-	$(BIN)/python -m pip install --quiet --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || \
-	  echo "no jax-cuda13-plugin $$version here: tests that compile kernels for GPUs are skipped"
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  jax=$$($(BIN)/python -c "from importlib.metadata import version; print(version('jax'))"); \
+	  $(BIN)/python -m pip install --quiet --no-deps "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" \
+	    || echo "no CUDA plugin for jax $$jax: the tests that compile for GPUs are skipped"; \
+	fi
 	@touch $@
 
 demo: $(VENV)/.demo  ## install, then a page about this machine: which kernels it runs, how right, how fast
 	$(BIN)/ejkernel report --quick
 
-test: $(VENV)/.test  ## install, then the short lane; TESTS=tests/test_x.py: that alone
-	$(PYTEST) -m "not slow" $(TESTS)
-	$(if $(filter file,$(origin TESTS)),$(INTERPRETER) $(PYTEST) -m "not slow")
+# A lane of the suite: $(1) are its options. Triton's interpreter patches Triton, so what it runs has a process of its own.
+define lane
+@begin=$$(date +%s); \
+run() { $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(1) $(TESTS) || [ $$? -eq 5 -a "$(TESTS)" != tests ]; }; \
+run && \
+if $(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)"; then \
+  (export TRITON_INTERPRET=1 OPENBLAS_NUM_THREADS=1; run); \
+else \
+  echo "triton is not installed (it has wheels for Linux on x86_64): its interpreter is skipped"; \
+fi && \
+echo "make $@: $$(($$(date +%s) - begin)) seconds"
+endef
 
-test-full: $(VENV)/.test  ## every test that this machine can run
-	$(PYTEST) $(TESTS)
-	$(if $(filter file,$(origin TESTS)),$(INTERPRETER) $(PYTEST))
+test: $(VENV)/.test  ## install, then the short lane: every property, implementation and feature; TESTS=tests/test_x.py: a part
+	$(call lane,-m "not slow")
+
+test-full: $(VENV)/.test  ## everything
+	$(call lane)
 
 $(VENV)/.gpu: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -e ".[lab,test,gpu]" $(JAX)
 	@touch $@
 
-test-gpu: $(VENV)/.gpu  ## the property tests on the GPU of this machine, and those that need one
+test-gpu: $(VENV)/.gpu  ## the properties of all implementations, and the tests that need a GPU, on the GPU of this machine
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n $(GPU_JOBS) -m gpu $(TESTS)
 
 typecheck: $(VENV)/.test  ## a part of the suite with every annotated shape and type checked at run time
-	$(PYTEST) -m "typed and not slow" --jaxtyping-packages=ejkernel,beartype.beartype
+	@begin=$$(date +%s); \
+	$(BIN)/python -m pytest -n $(JOBS) --jaxtyping-packages=ejkernel,beartype.beartype -m "typed and not slow" $(TESTS) && \
+	echo "make $@: $$(($$(date +%s) - begin)) seconds"
 
 lint: $(VENV)/.test  ## ruff, and that the generated docs are current
 	$(BIN)/ruff check .
@@ -64,6 +75,9 @@ docs: $(VENV)/.test  ## write the parts of the docs that come from the code
 bench: $(VENV)/.test  ## time the XLA kernels beside their peers (torch too, if it is installed)
 	for benchmark in benchmarks/*_cpu.py; do $(BIN)/python $$benchmark || exit 1; done
 
+clean:
+	rm -rf $(VENV) .venv-* .cache .pytest_cache .ruff_cache build dist *.egg-info
+
 $(VENV)/.wheel:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet build
@@ -71,6 +85,3 @@ $(VENV)/.wheel:
 
 wheel: $(VENV)/.wheel  ## build the source distribution and the wheel into dist/
 	$(BIN)/python -m build
-
-clean:
-	rm -rf $(VENV) .venv-* .cache .pytest_cache .ruff_cache build dist *.egg-info

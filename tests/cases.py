@@ -1,10 +1,12 @@
 """Calls of flash_attention that exercise features, alone and together, made from the operation's own list."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
+from subjects import parameter, subjects
 
 from ejkernel import BwdParams, FwdParams
 
@@ -13,11 +15,14 @@ SMALL_BLOCKS = {
     "fwd_params": FwdParams(q_blocksize=16, kv_blocksize=24, blocksize_heads=1),
     "bwd_params": BwdParams(q_blocksize=24, kv_blocksize=16),
 }
+# The same for kernels whose tiles have at least 64 rows, with lengths that are as much longer.
+WIDE_BLOCKS = {"fwd_params": FwdParams(q_blocksize=128, kv_blocksize=48, num_warps=8, num_stages=2)}
+STRETCH = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A size and a set of features."""
+    """A size and a set of features; one that ``shrinks`` leaves out what an implementation does not have."""
 
     name: str
     features: frozenset[str] = frozenset()
@@ -31,9 +36,49 @@ class Case:
     window: tuple | int | None = (9, 3)
     variant: int = 0
     blocks: dict = field(default_factory=lambda: SMALL_BLOCKS)
+    shrinks: bool = False
 
     def __str__(self):
         return self.name
+
+    @property
+    def needs(self):
+        """Every feature that the call uses, those included that are in its sizes."""
+        sizes = {
+            "gqa": self.group > 1,
+            "value_dim": self.value_dim != self.head_dim,
+            "cross": self.q_len != self.kv_len,
+        }
+        return self.features.union(name for name, used in sizes.items() if used)
+
+    def at(self, subject):
+        """The case in head dims that an implementation takes; None if it lacks a feature that the case is about."""
+        case = self.shrunk(subject) if self.shrinks else self
+        step = subject.support.head_dims.step
+        if step > 1:
+            # In proportion, so that dims which differ still do.
+            head_dim, value_dim = (max(8, step) * -(-dim // 8) for dim in (case.head_dim, case.value_dim))
+            case = replace(case, head_dim=head_dim, value_dim=value_dim)
+        if step > 8:
+            lengths = {name: STRETCH * getattr(case, name) for name in ("q_len", "kv_len") if getattr(case, name) > 1}
+            case = replace(case, **lengths, blocks=WIDE_BLOCKS)
+        if subject.in_mosaic_interpreter and not case.shrinks:
+            case = replace(case, batch=1)
+        return case if subject.has(*case.needs) else None
+
+    def shrunk(self, subject):
+        """With the features that an implementation has together, added one by one."""
+        kept = []
+        for feature in ("causal", *sorted(self.needs - {"causal"})):
+            if feature in self.needs and subject.has(*kept, feature):
+                kept.append(feature)
+        sizes = {
+            "gqa": {"group": 1},
+            "value_dim": {"value_dim": self.head_dim},
+            "cross": {"kv_len": self.q_len},
+        }
+        changes = [change for feature, change in sizes.items() if feature not in kept]
+        return replace(self, features=self.features.intersection(kept), **{k: v for c in changes for k, v in c.items()})
 
     def make(self, dtype="float32", seed=0):
         """``(arrays, statics)``: keyword arguments that differentiate or trace, and those that do not."""
@@ -139,10 +184,34 @@ COMBINED = [
     Case("sinks_and_nothing_to_see", frozenset({"sinks", "window", "lse"}), window=(1, 0), q_len=40, kv_len=11),
     Case("gemma", frozenset({"soft_cap", "causal", "window", "segments"}), group=2),
     Case("everything", frozenset({"causal", "window", "soft_cap", "bias", "mask", "segments", "sinks", "dropout", "lse"}),
-         group=2, value_dim=24, q_len=41, kv_len=53, window=(17, 2)),
+         group=2, value_dim=24, q_len=41, kv_len=53, window=(17, 2), shrinks=True),
     Case("everything_packed", frozenset({"causal", "window", "soft_cap", "bias", "mask", "varlen", "segments", "sinks",
-                                          "dropout", "lse"}), group=2, value_dim=8, q_len=60, kv_len=71, variant=1),
+                                          "dropout", "lse"}), group=2, value_dim=8, q_len=60, kv_len=71, variant=1,
+         shrinks=True),
 ]  # fmt: skip
+
+
+def named(*names):
+    """Some of the cases above."""
+    found = {case.name: case for case in (Case("plain"), *COMBINED)}
+    return [found[name] for name in names]
+
+
+def taken(cases, dtypes="main"):
+    """Pairs of an implementation and a case that it takes, in its sizes."""
+    pairs = [(subject, case.at(subject)) for case in cases for subject in subjects(dtypes=dtypes)]
+    return [(subject, case) for subject, case in pairs if case is not None]
+
+
+def each_case(cases, *, dtypes="main", short=()):
+    """Parameters ``subject, case`` of a test. ``short``: the names of the cases that interpreters run in ``make test``."""
+    return pytest.mark.parametrize(
+        ("subject", "case"),
+        [
+            parameter(subject, case, slow=subject.interpreted and case.name not in short)
+            for subject, case in taken(cases, dtypes)
+        ],
+    )
 
 
 @st.composite
@@ -170,4 +239,5 @@ def any_case(draw, features):
             "fwd_params": FwdParams(q_blocksize=draw(block), kv_blocksize=draw(block)),
             "bwd_params": BwdParams(q_blocksize=draw(block), kv_blocksize=draw(block)),
         },
+        shrinks=True,
     )

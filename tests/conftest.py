@@ -1,6 +1,9 @@
+import contextlib
 import gc
+import importlib.util
 import itertools
 import os
+import shutil
 
 # Before JAX is imported: CPU unless JAX_PLATFORMS says otherwise, eight devices to shard over, and compilations kept
 # between runs of the suite.
@@ -8,26 +11,41 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), "..", ".cache", "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# The plugin that compiles for GPUs is there without CUDA's libraries, which only a GPU needs.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ejkernel import kernel_registry
+from ejkernel import Platform, kernel_registry
 from ejkernel.contracts.device import describe
+from ejkernel.kernels._triton.call import interpreting
 from ejkernel.ops.config import chain, store
 
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")
-# By how much examples and sizes shrink: Triton's interpreter runs a program's instances one after another.
-SLOWER = 4 if os.environ.get("TRITON_INTERPRET") == "1" else 1
+# Whether slow tests are left out, as `make test` does.
+SHORT = False
+
+
+def pytest_configure(config):
+    global SHORT
+    SHORT = "not slow" in config.getoption("markexpr")
+    if SHORT and jax.config.jax_platforms == "cpu":
+        # XLA takes a fifth of the time to compile; `make test-full` compiles as users do. Unknown extra options are ignored.
+        os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for processes that tests start
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
+def tries(full, *, short):
+    """Settings of hypothesis: how many examples ``make test-full`` tries, and how many ``make test``."""
+    return settings(max_examples=short if SHORT else full)
 
 
 def runnable(algorithm):
-    """The implementations that this machine can run on float32, which is what the tests compute in, as parameters of one.
-
-    Those that take less have tests of their own.
-    """
+    """The implementations that this machine can run on float32, as parameters of a test; for all dtypes see subjects.py."""
     device = describe(jax.local_devices()[0])
     return [
         pytest.param(entry, id=str(entry).replace(" ", "-"))
@@ -44,19 +62,59 @@ def bound(*args, **kwargs):
     return operation.bound(dict(arguments.arguments))
 
 
+def _missing(marker):
+    """What a test with this marker needs and this machine does not have."""
+    if marker == "gpu" and jax.default_backend() != "gpu":
+        return f"a GPU; JAX runs on {jax.default_backend()} here"
+    if marker == "torch" and importlib.util.find_spec("torch") is None:
+        return "torch, which is not installed"
+    if marker == "browser" and importlib.util.find_spec("playwright") is None:
+        return "playwright, which is not installed"
+    if marker == "browser" and not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        return "chromium, which is not installed"
+    return None
+
+
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip(f"needs a GPU; JAX runs on {jax.default_backend()} here")
+    for marker in ("gpu", "torch", "browser"):
+        if item.get_closest_marker(marker) and (missing := _missing(marker)):
+            pytest.skip(f"needs {missing}")
 
 
-def pytest_collection_modifyitems(items):
-    """A set is written in another order in every process; parallel runs compare the names of tests."""
+def _subject(item):
+    return getattr(getattr(item, "callspec", None), "params", {}).get("subject")
+
+
+def for_triton_interpreter(item):
+    """Whether a test runs in the process whose Triton is the interpreter: its own files, and Triton's property tests."""
+    subject = _subject(item)
+    return item.path.stem.endswith("_interpreted") or (subject is not None and subject.platform is Platform.TRITON)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Before markers select: which tests this process runs at all, and what a GPU runs."""
     for item in items:
         for name, value in getattr(getattr(item, "callspec", None), "params", {}).items():
+            # A set is written in another order in every process; parallel runs compare the names of tests.
             if isinstance(value, (set, frozenset)) and str(value) in item.name:
                 raise pytest.UsageError(
                     f"{item.nodeid} is named after a set, {name}: expected a tuple, or ids of its own"
                 )
+        if _subject(item) is not None and jax.default_backend() == "gpu":
+            item.add_marker("gpu")
+    if interpreting():
+        others = [item for item in items if not for_triton_interpreter(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if for_triton_interpreter(item)]
+
+
+@pytest.fixture(autouse=True)
+def registered(request):
+    """An implementation that runs in Mosaic's interpreter is registered for its tests alone."""
+    subject = _subject(request.node)
+    with contextlib.nullcontext() if subject is None else subject.registered():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import runnable
+from subjects import parameter, subjects
 from tolerances import assert_close
 
 import ejkernel
@@ -72,16 +72,22 @@ class Example:
         """The reference's result in float64 and, given cotangents of it, the gradients by name."""
         with jax.enable_x64(True):
             wide = jax.tree.map(_wide, jax.tree.map(np.asarray, arrays))
-            floats = {name: wide[name] for name in self.differentiable if name in wide}
 
-            def run(floats):
-                return self.reference(**{**wide, **floats}, **self.statics)
+            def run(floats, others):
+                return self.reference(**{**others, **floats}, **self.statics)
 
+            def both(floats, others, cotangents):
+                out, pull = jax.vjp(lambda floats: run(floats, others), floats)
+                given = jax.tree.map(lambda c, o: jnp.asarray(c, o.dtype), cotangents, out)
+                return out, pull(given)[0]
+
+            # Jitted, and no array is a constant: one compilation serves the example in all dtypes.
+            floats = self.floats(wide)
+            others = {name: x for name, x in wide.items() if name not in floats}
             if cotangents is None:
-                return jax.tree.map(np.asarray, run(floats))
-            out, pull = jax.vjp(run, floats)
-            given = jax.tree.map(lambda c, o: jnp.asarray(np.asarray(c), o.dtype), cotangents, out)
-            return jax.tree.map(np.asarray, (out, pull(given)[0]))
+                return jax.tree.map(np.asarray, jax.jit(run)(floats, others))
+            cotangents = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), "float64"), cotangents)
+            return jax.tree.map(np.asarray, jax.jit(both)(floats, others, cotangents))
 
     def floats(self, arrays):
         return {name: arrays[name] for name in self.differentiable if name in arrays}
@@ -97,27 +103,28 @@ def all_examples():
     return [example for module in modules for example in module.EXAMPLES]
 
 
-def every_example():
-    """Parameters ``entry, example`` of a test: each example on each implementation that this machine can run."""
-    return _parameters(all_examples())
+def each_example(*, main=False, dtypes="main", interpreted="slow", short="all"):
+    """Parameters ``subject, example`` of a test: each example on each implementation that this machine can run.
 
-
-def main_examples():
-    """The same with two examples an operation: its first, and its last, which has the most features."""
+    With ``main`` two examples an operation: its first, and its last, which has the most features. ``short`` says which
+    ``make test`` runs: ``"all"``, ``"main"`` or the ``"last"``; ``interpreted`` as in ``subjects.each_subject``.
+    """
     by_operation = {}
     for example in all_examples():
         by_operation.setdefault(example.operation, []).append(example)
-    return _parameters([x for examples in by_operation.values() for x in (examples[0], examples[-1])])
 
+    def slow(subject, example, examples):
+        kept = {"all": examples, "main": (examples[0], examples[-1]), "last": examples[-1:]}[short]
+        return example not in kept or (subject.interpreted and interpreted == "slow")
 
-def _parameters(examples):
     return pytest.mark.parametrize(
-        ("entry", "example"),
+        ("subject", "example"),
         [
-            pytest.param(entry.values[0], example, id=f"{example}-{entry.id}")
-            for example in examples
-            for entry in runnable(example.operation)
-            if example.features <= entry.values[0].support.features
+            parameter(subject, example, slow=slow(subject, example, examples))
+            for operation, examples in by_operation.items()
+            for example in ((examples[0], examples[-1]) if main else examples)
+            for subject in subjects(operation, dtypes=dtypes)
+            if subject.has(*example.features) and not (subject.interpreted and interpreted == "never")
         ],
     )
 

@@ -23,6 +23,8 @@ from ejkernel.callib import (
 )
 from ejkernel.errors import InvalidInputError
 
+pytestmark = pytest.mark.typed
+
 # With the import hook of jaxtyping a wrong type never reaches the function.
 REFUSED = (InvalidInputError, TypeCheckError)
 KIB = 1024

@@ -14,6 +14,8 @@ from jaxtyping import TypeCheckError
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.utils.datacarrier import BwdParams, FwdParams
 
+pytestmark = pytest.mark.typed
+
 FWD_FIELDS = (
     "blocksize_m blocksize_k blocksize_n q_blocksize kv_blocksize blocksize_heads blocksize_keys "
     "num_key_splits num_warps num_stages"

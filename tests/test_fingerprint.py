@@ -31,6 +31,8 @@ from ejkernel.ops.utils.fingerprint import (
     stable_json,
 )
 
+pytestmark = pytest.mark.typed
+
 # --- devices ------------------------------------------------------------------------------------------------
 
 

@@ -1,88 +1,85 @@
-"""Every gradient of every implementation against float64."""
+"""Every gradient of every implementation against float64, and the values beside them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import COMBINED, Case, any_case, single_feature_cases
-from conftest import SLOWER, runnable
-from examples import assert_trees_close, every_example, gradients, main_examples
-from hypothesis import given, settings
+from cases import COMBINED, Case, any_case, each_case, named, single_feature_cases
+from conftest import tries
+from examples import assert_trees_close, each_example, gradients
+from hypothesis import given
 from hypothesis import strategies as st
+from subjects import each_subject
 from tolerances import assert_close
 
 from ejkernel import BwdParams, FwdParams, flash_attention
 from ejkernel.ops.flash_attention import OPERATION
 
-IMPLEMENTATIONS = runnable("flash_attention")
+ALONE = single_feature_cases(OPERATION.features)
+EVERYTHING = named("everything", "everything_packed")
 
 
-def check(entry, case, dtype="float32", wanted=None):
-    """All gradients (or the wanted ones) of both outputs, with random cotangents."""
+def check(subject, case, wanted=None):
+    """The outputs and all gradients (or the wanted ones) of them, with random cotangents."""
+    dtype = subject.dtype
     arrays, statics = case.make(dtype)
     wanted = [name for name in OPERATION.gradients if name in arrays and (wanted is None or name in wanted)]
-    assert set(wanted) <= set(entry.support.gradients)
-    call = {**statics, **case.blocks, "return_lse": True, "platform": entry.platform}
+    assert set(wanted) <= set(subject.support.gradients)
+    call = {**statics, **case.blocks, "return_lse": subject.has("lse"), "platform": subject.platform}
 
     def run(differentiated):
-        return flash_attention(**{**arrays, **differentiated}, **call)
+        return tuple(jax.tree.leaves(flash_attention(**{**arrays, **differentiated}, **call)))
 
-    (out, lse), pull = jax.vjp(run, {name: arrays[name] for name in wanted})
+    found, pull = jax.vjp(run, {name: arrays[name] for name in wanted})
     rng = np.random.default_rng(7)
-    dout = jnp.asarray(rng.standard_normal(out.shape), dtype)
     # The lse of a row that sees nothing is −inf and constant: its cotangent must not matter.
-    dlse = jnp.asarray(rng.standard_normal(lse.shape), lse.dtype)
-    (grads,) = pull((dout, dlse))
+    cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in found)
+    (grads,) = pull(cotangents)
     known = case.as_oracle(arrays, statics)
-    _, _, expected = oracle.attention(**known, dout=np.asarray(dout), dlse=np.asarray(dlse))
+    dout, dlse = (*map(np.asarray, cotangents), None)[:2]
+    *outputs, expected = oracle.attention(**known, dout=dout, dlse=dlse)
+    for name, actual, exact in zip(("out", "lse"), found, outputs, strict=False):
+        assert_close(actual, exact, dtype, what=f"{case} {name}")
     for name in wanted:
         assert grads[name].dtype == arrays[name].dtype
         assert_close(grads[name], expected[name], dtype, gradient=True, what=f"{case} d{name}")
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*single_feature_cases(OPERATION.features), *COMBINED], ids=str)
-def test_gradients(entry, case):
-    if not case.features <= entry.support.features:
-        pytest.skip(f"{entry} does not support {sorted(case.features - entry.support.features)}")
-    check(entry, case)
+@each_case([*ALONE, *COMBINED], short={case.name for case in (*ALONE, *EVERYTHING)})
+def test_gradients(subject, case):
+    check(subject, case)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_dtypes(entry, dtype, name, request):
-    if dtype not in entry.support.dtypes:
-        pytest.skip(f"{entry} does not take {dtype}")
-    if dtype == "float64":
-        request.getfixturevalue("x64")
-    check(entry, next(c for c in [Case("plain"), *COMBINED] if c.name == name), dtype)
+@each_case(named("plain", "everything"), dtypes="others", short={"everything"})
+def test_dtypes(subject, case):
+    with jax.enable_x64(subject.dtype == "float64"):
+        check(subject, case)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@settings(max_examples=20 // SLOWER)
+@each_subject()
+@tries(20, short=5)
 @given(data=st.data())
-def test_feature_combinations(entry, data):
-    check(entry, data.draw(any_case(entry.support.features)))
+def test_feature_combinations(subject, data):
+    check(subject, data.draw(any_case(OPERATION.features)).at(subject))
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@each_subject("bias", "sinks")
 @pytest.mark.parametrize(
     "wanted", [("query",), ("key", "value"), ("bias",), ("softmax_aux",), ("value", "softmax_aux")], ids=str
 )
-def test_some_gradients_alone(entry, wanted):
-    case = next(c for c in COMBINED if c.name == "everything")
-    check(entry, case, wanted=wanted)
+def test_some_gradients_alone(subject, wanted):
+    check(subject, EVERYTHING[0].at(subject), wanted)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@each_subject("segments")
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
-def test_garbage_in_padding_reaches_no_gradient(entry, garbage):
+def test_garbage_in_padding_reaches_no_gradient(subject, garbage):
     length, real = 40, 27
     ids = jnp.asarray(np.where(np.arange(length) < real, 1, 0)[None])
     rng = np.random.default_rng(3)
-    clean = {n: jnp.asarray(rng.standard_normal((1, length, 2, 8)), "float32") for n in ("query", "key", "value")}
+    shape = (1, length, 2, subject.dim(8))
+    clean = {n: jnp.asarray(rng.standard_normal(shape), subject.dtype) for n in ("query", "key", "value")}
     padding = (ids == 0)[:, :, None, None]
     blocks = {
         "fwd_params": FwdParams(q_blocksize=16, kv_blocksize=16),
@@ -90,23 +87,23 @@ def test_garbage_in_padding_reaches_no_gradient(entry, garbage):
     }
 
     def loss(arrays):
-        out = flash_attention(**arrays, q_segment_ids=ids, kv_segment_ids=ids, platform=entry.platform, **blocks)
+        out = flash_attention(**arrays, q_segment_ids=ids, kv_segment_ids=ids, platform=subject.platform, **blocks)
         return (out[:, :real] ** 2).sum()
 
     expected = jax.grad(loss)(clean)
-    grads = jax.grad(loss)({n: jnp.where(padding, garbage, x) for n, x in clean.items()})
+    grads = jax.grad(loss)({n: jnp.where(padding, garbage, x).astype(x.dtype) for n, x in clean.items()})
     for name, grad in grads.items():
         np.testing.assert_array_equal(grad, expected[name], err_msg=name)
         assert (grad[:, real:] == 0).all()
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-def test_rows_with_nothing_to_see_have_no_gradient(entry):
+@each_subject("bias")
+def test_rows_with_nothing_to_see_have_no_gradient(subject):
     x = jnp.ones((1, 8, 2, 4))
     bias = jnp.full((8, 8), -jnp.inf)
 
     def loss(q, k, v, bias):
-        return flash_attention(q, k, v, bias=bias, platform=entry.platform).sum()
+        return flash_attention(q, k, v, bias=bias, platform=subject.platform).sum()
 
     for grad in jax.grad(loss, (0, 1, 2, 3))(x, x, x, bias):
         np.testing.assert_array_equal(grad, 0)
@@ -131,9 +128,9 @@ def test_unused_bias_gradient_costs_no_memory():
     assert temporary((0, 1, 2)) < 2 * length * length * 4 / 2
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@each_subject("mask", "sinks", "lse")
 @pytest.mark.parametrize("sinks", [False, True])
-def test_cotangents_of_rows_with_nothing_to_see_do_not_matter(entry, sinks):
+def test_cotangents_of_rows_with_nothing_to_see_do_not_matter(subject, sinks):
     """The lse of such a row is −inf, so what a caller does with it easily has a cotangent of NaN."""
     case = Case("masked", frozenset({"mask", "sinks"} if sinks else {"mask"}), variant=2, group=2)
     arrays, _ = case.make()
@@ -141,7 +138,7 @@ def test_cotangents_of_rows_with_nothing_to_see_do_not_matter(entry, sinks):
     floats = {n: arrays[n] for n in OPERATION.gradients if n in arrays}
 
     def run(floats):
-        return flash_attention(**{**arrays, **floats}, **case.blocks, return_lse=True, platform=entry.platform)
+        return flash_attention(**{**arrays, **floats}, **case.blocks, return_lse=True, platform=subject.platform)
 
     (out, lse), pull = jax.vjp(run, floats)
     (expected,) = pull((jnp.ones_like(out).at[:, 5].set(0), jnp.ones_like(lse).at[:, :, 5].set(0)))
@@ -151,63 +148,60 @@ def test_cotangents_of_rows_with_nothing_to_see_do_not_matter(entry, sinks):
         np.testing.assert_array_equal(grads[name], expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-def test_second_derivatives_are_refused_by_name(entry):
+@each_subject()
+def test_second_derivatives_are_refused_by_name(subject):
     from ejkernel import UnsupportedError
 
-    x = jnp.ones((1, 4, 1, 4))
+    x = jnp.ones((1, 4, 1, subject.dim(4)), subject.dtype)
 
     def loss(x):
-        return flash_attention(x, x, x, platform=entry.platform).sum()
+        return flash_attention(x, x, x, platform=subject.platform).sum()
 
     for second in (jax.grad(lambda x: jax.grad(loss)(x).sum()), jax.jit(jax.hessian(loss))):
         with pytest.raises(UnsupportedError, match="second derivatives are not supported"):
             second(x)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-def test_strict_promotion(entry):
+@each_subject()
+def test_strict_promotion(subject):
     """Whatever JAX is told about mixing dtypes and ranks, our own code does not do it."""
-    case = next(c for c in COMBINED if c.name == "everything")
-    half = "bfloat16" if "bfloat16" in entry.support.dtypes else "float16"
+    case = EVERYTHING[0].at(subject)
+    half = "bfloat16" if "bfloat16" in subject.support.dtypes else "float16"
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         arrays, statics = case.make(half)
         floats = {n: arrays[n] for n in OPERATION.gradients if n in arrays}
 
         def run(floats):
-            return flash_attention(**{**arrays, **floats}, **statics, **case.blocks, platform=entry.platform)
+            return flash_attention(**{**arrays, **floats}, **statics, **case.blocks, platform=subject.platform)
 
         result, pull = jax.vjp(run, floats)
         pull(result)
 
 
-@every_example()
-def test_every_operation(entry, example):
-    arrays = example.arrays()
-    _, grads, cotangents = gradients(example, arrays, platform=entry.platform)
-    _, expected = example.expected(arrays, cotangents)
-    assert_trees_close(grads, expected, "float32", gradient=True)
+@each_example(interpreted="short")
+def test_every_operation(subject, example):
+    arrays = example.arrays(subject.dtype)
+    out, grads, cotangents = gradients(example, arrays, platform=subject.platform)
+    expected_out, expected = example.expected(arrays, cotangents)
+    assert_trees_close(out, expected_out, subject.dtype, what="out")
+    assert_trees_close(grads, expected, subject.dtype, gradient=True)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@main_examples()
-def test_every_operation_in_every_dtype(entry, example, dtype, request):
-    if dtype not in entry.support.dtypes:
-        pytest.skip(f"{entry} does not take {dtype}")
-    if dtype == "float64":
-        request.getfixturevalue("x64")
-    arrays = example.arrays(dtype)
-    _, grads, cotangents = gradients(example, arrays, platform=entry.platform)
+@each_example(main=True, dtypes="others", short="last")
+def test_every_operation_in_every_dtype(subject, example):
+    with jax.enable_x64(subject.dtype == "float64"):
+        arrays = example.arrays(subject.dtype)
+        _, grads, cotangents = gradients(example, arrays, platform=subject.platform)
     assert jax.tree.map(lambda x: x.dtype, grads) == jax.tree.map(lambda x: x.dtype, example.floats(arrays))
     _, expected = example.expected(arrays, cotangents)
-    assert_trees_close(grads, expected, dtype, gradient=True)
+    assert_trees_close(grads, expected, subject.dtype, gradient=True)
 
 
-@main_examples()
-def test_every_gradient_alone(entry, example):
+@each_example(main=True, short="last")
+def test_every_gradient_alone(subject, example):
     """What a backward leaves out, because nobody wants it, must not change the others."""
-    arrays = example.arrays()
-    _, together, cotangents = gradients(example, arrays, platform=entry.platform)
+    arrays = example.arrays(subject.dtype)
+    _, together, cotangents = gradients(example, arrays, platform=subject.platform)
     for name, value in example.floats(arrays).items():
-        _, pull = jax.vjp(lambda x, name=name: example.run({**arrays, name: x}, platform=entry.platform), value)
-        assert_trees_close(pull(cotangents)[0], together[name], "float32", gradient=True, what=name)
+        _, pull = jax.vjp(lambda x, name=name: example.run({**arrays, name: x}, platform=subject.platform), value)
+        assert_trees_close(pull(cotangents)[0], together[name], subject.dtype, gradient=True, what=name)

@@ -6,21 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import COMBINED, SMALL_BLOCKS
-from conftest import runnable
-from examples import main_examples
+from cases import each_case, named
+from conftest import SHORT
+from examples import each_example
 
 from ejkernel import FwdParams, flash_attention, overlay
 from ejkernel.ops.core import operation
 
-IMPLEMENTATIONS = runnable("flash_attention")
+pytestmark = pytest.mark.typed
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["everything", "everything_packed", "varlen_cross"])
-def test_jit_equals_eager(entry, name):
-    arrays, statics = next(c for c in COMBINED if c.name == name).make()
-    call = {**statics, **SMALL_BLOCKS, "platform": entry.platform}
+@each_case(named("everything", "everything_packed", "varlen_cross"), short={"everything_packed"})
+def test_jit_equals_eager(subject, case):
+    arrays, statics = case.make(subject.dtype)
+    call = {**statics, **case.blocks, "platform": subject.platform}
     eager = flash_attention(**arrays, **call)
     jitted = jax.jit(lambda arrays: flash_attention(**arrays, **call))(arrays)
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
@@ -69,11 +68,11 @@ def test_forward_mode_is_refused_by_jax_not_wrong():
         jax.jvp(lambda x: flash_attention(x, x, x), (x,), (x,))
 
 
-@main_examples()
-def test_every_operation(entry, example):
-    arrays = example.arrays()
-    eager = example.run(arrays, platform=entry.platform)
-    jitted = jax.jit(lambda arrays: example.run(arrays, platform=entry.platform))(arrays)
+@each_example(main=True)
+def test_every_operation(subject, example):
+    arrays = example.arrays(subject.dtype)
+    eager = example.run(arrays, platform=subject.platform)
+    jitted = jax.jit(lambda arrays: example.run(arrays, platform=subject.platform))(arrays)
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
@@ -94,7 +93,7 @@ def test_threads_may_differentiate_at_once():
         (floats if trained else rest)["bias"] = bias
         return len(jax.tree.leaves(jax.jit(both).lower(floats, rest, x).out_info))
 
-    for _ in range(8):
+    for _ in range(2 if SHORT else 8):
         jax.clear_caches()
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             assert list(pool.map(lower, [True, False] * 2)) == [4, 3] * 2

@@ -2,15 +2,17 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import COMBINED, SMALL_BLOCKS
-from conftest import runnable
-from examples import assert_trees_close, main_examples
+from cases import SMALL_BLOCKS, named, taken
+from examples import assert_trees_close, each_example
+from subjects import each_subject, parameter
+from tolerances import assert_same
 
 from ejkernel import flash_attention
+from ejkernel.ops.flash_attention import OPERATION
 
-IMPLEMENTATIONS = runnable("flash_attention")
+pytestmark = pytest.mark.typed
+
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
@@ -18,49 +20,62 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_the_same(entry, policy):
-    arrays, statics = next(c for c in COMBINED if c.name == "everything").make()
-    floats = {name: arrays[name] for name in ("query", "key", "value", "bias", "softmax_aux")}
+def needs_no_effects(subject):
+    if subject.in_mosaic_interpreter:
+        pytest.skip("jax.checkpoint refuses the effects of Mosaic's interpreter")
+
+
+@pytest.mark.parametrize(
+    ("subject", "case", "policy"),
+    [
+        parameter(subject, case, policy, slow=subject.interpreted and policy != "nothing")
+        for policy in POLICIES
+        for subject, case in taken(named("everything"))
+    ],
+)
+def test_gradients_are_the_same(subject, case, policy):
+    needs_no_effects(subject)
+    arrays, statics = case.make(subject.dtype)
+    floats = {name: arrays[name] for name in OPERATION.gradients if name in arrays}
 
     def loss(floats):
-        out, lse = flash_attention(**{**arrays, **floats}, **statics, **SMALL_BLOCKS, platform=entry.platform)
-        return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+        found = flash_attention(**{**arrays, **floats}, **statics, **case.blocks, platform=subject.platform)
+        return sum(jnp.sin(jnp.where(jnp.isfinite(x), x, 0)).astype(jnp.float32).sum() for x in jax.tree.leaves(found))
 
     expected = jax.jit(jax.grad(loss))(floats)
     actual = jax.jit(jax.grad(jax.checkpoint(loss, policy=POLICIES[policy])))(floats)
     for name in floats:
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+        assert_same(actual[name], expected[name], subject.dtype, what=name)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-def test_layers_under_scan(entry):
+@each_subject("causal")
+def test_layers_under_scan(subject):
     """Remat inside a scan over layers, as models have it."""
-    weights = jax.random.normal(jax.random.key(0), (3, 8, 8)) * 0.3
-    x = jax.random.normal(jax.random.key(1), (2, 21, 2, 8))
+    needs_no_effects(subject)
+    dim = subject.dim(8)
+    weights = jax.random.normal(jax.random.key(0), (3, dim, dim), subject.dtype) * dim**-0.5
+    x = jax.random.normal(jax.random.key(1), (2, 21, 2, dim), subject.dtype)
 
     def layer(x, w):
-        return flash_attention(x @ w, x, x, causal=True, **SMALL_BLOCKS, platform=entry.platform), None
+        return flash_attention(x @ w, x, x, causal=True, **SMALL_BLOCKS, platform=subject.platform), None
 
     def loss(weights, wrap):
-        return (jax.lax.scan(wrap(layer), x, weights)[0] ** 2).sum()
+        return (jax.lax.scan(wrap(layer), x, weights)[0].astype(jnp.float32) ** 2).sum()
 
     expected = jax.grad(loss)(weights, lambda f: f)
     actual = jax.grad(loss)(weights, jax.checkpoint)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_same(actual, expected, subject.dtype)
     assert jnp.abs(expected).max() > 1e-3
 
 
-@main_examples()
-def test_every_operation(entry, example):
-    arrays = example.arrays()
+@each_example(main=True)
+def test_every_operation(subject, example):
+    arrays = example.arrays(subject.dtype)
 
     def loss(floats):
-        out = jax.tree.leaves(example.run({**arrays, **floats}, platform=entry.platform))
-        return sum(jnp.sin(x).sum() for x in out[:1])
+        return jnp.sin(jax.tree.leaves(example.run({**arrays, **floats}, platform=subject.platform))[0]).sum()
 
     floats = example.floats(arrays)
     expected = jax.jit(jax.grad(loss))(floats)
     actual = jax.jit(jax.grad(jax.checkpoint(loss)))(floats)
-    assert_trees_close(actual, expected, "float32", gradient=True)
+    assert_trees_close(actual, expected, subject.dtype, gradient=True)

@@ -28,6 +28,8 @@ from ejkernel.utils import (
     unchunk_array,
 )
 
+pytestmark = pytest.mark.typed
+
 INF, NAN = np.inf, np.nan
 
 

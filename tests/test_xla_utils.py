@@ -34,6 +34,8 @@ from ejkernel.xla_utils import (
     unpack,
 )
 
+pytestmark = pytest.mark.typed
+
 # With the import hook of jaxtyping a wrong rank never reaches the function.
 REFUSED = (InvalidInputError, TypeCheckError)
 

@@ -27,18 +27,18 @@ class PallasFlashAttention:
     reads: ClassVar = {"forward": READS, "backward": READS}
 
     @staticmethod
-    def forward(arrays, spec, params) -> tuple[Array, Array]:
-        """Output and lse; see ``forward``."""
+    def forward(arrays, spec, params, *, interpret: Any = False) -> tuple[Array, Array]:
+        """Output and lse; see ``forward``. ``interpret``: in JAX's interpreter, without a GPU."""
         from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward import forward
 
-        return forward(arrays, spec, params)
+        return forward(arrays, spec, params, interpret=interpret)
 
     @staticmethod
-    def backward(arrays, spec, params, out, lse, dout, dlse, wanted) -> dict[str, Array]:
+    def backward(arrays, spec, params, out, lse, dout, dlse, wanted, *, interpret: Any = False) -> dict[str, Array]:
         """The wanted gradients; see ``gradients``."""
         from ejkernel.kernels._pallas.gpu.flash_attention_sm90.gradients import backward
 
-        return backward(arrays, spec, params, out, lse, dout, dlse, wanted)
+        return backward(arrays, spec, params, out, lse, dout, dlse, wanted, interpret=interpret)
 
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:

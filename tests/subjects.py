@@ -1,0 +1,157 @@
+"""What the property tests run: every implementation that this machine can run, with a dtype that it takes.
+
+Pallas kernels for GPUs run on a CPU too, in JAX's interpreter of Mosaic GPU (jax 0.11 and later). They are registered for
+the test alone, so that calls, gradients and vmap reach them as they do on a GPU.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import pytest
+
+from ejkernel import Backend, Platform, kernel_registry
+from ejkernel.contracts.device import describe
+from ejkernel.contracts.registry import Implementation
+from ejkernel.contracts.support import Request, Support, cpu
+from ejkernel.kernels._triton.call import interpreting
+
+# The first that an implementation takes is the dtype of most of its tests.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+MOSAIC_INTERPRETER = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11)
+
+
+class InMosaicInterpreter:
+    """A Pallas kernel for GPUs that runs in JAX's interpreter, wherever it is called from."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.name = f"{kernel.name}-interpreted"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def forward(self, arrays, spec, params):
+        return self.kernel.forward(arrays, spec, params, interpret=_interpreter())
+
+    def backward(self, arrays, spec, params, *rest, wanted):
+        return self.kernel.backward(arrays, spec, params, *rest, wanted, interpret=_interpreter())
+
+
+def _interpreter() -> Any:
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu.InterpretGPUParams()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation and a dtype; ``in_mosaic_interpreter``: registered for its tests alone."""
+
+    implementation: Implementation
+    dtype: str
+    in_mosaic_interpreter: bool = False
+
+    @property
+    def platform(self) -> Platform:
+        return self.implementation.platform
+
+    @property
+    def support(self) -> Support:
+        return self.implementation.support
+
+    @property
+    def interpreted(self) -> bool:
+        return self.in_mosaic_interpreter or (self.platform is Platform.TRITON and interpreting())
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.interpreted] if self.interpreted else []
+
+    def __str__(self) -> str:
+        return f"{self.implementation}-{self.dtype}".replace(" ", "-")
+
+    def has(self, *features: str) -> bool:
+        """Whether the implementation has all of these features, and together."""
+        request = Request(describe(jax.local_devices()[0]), features=dict.fromkeys(features, ""))
+        return not self.support.refusals(request)
+
+    def dim(self, at_least: int) -> int:
+        """The smallest head dim that the implementation takes, of at least so many."""
+        step = self.support.head_dims.step
+        return -(-at_least // step) * step
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """While the implementation is in the registry."""
+        if not self.in_mosaic_interpreter:
+            yield
+            return
+        entry = self.implementation
+        kernel_registry.register(entry.algorithm, entry.platform, entry.backend, support=entry.support)(entry.kernel)
+        try:
+            yield
+        finally:
+            kernel_registry.unregister(entry.kernel)
+
+
+@functools.cache
+def implementations(algorithm: str) -> tuple[tuple[Implementation, bool], ...]:
+    """Those that this machine can run, each with whether Mosaic's interpreter is needed for that."""
+    device = describe(jax.local_devices()[0])
+    found = []
+    for entry in kernel_registry.list_implementations(algorithm):
+        if entry.support.devices.refusal(device) is None:
+            found.append((entry, False))
+        elif device.kind == "cpu" and MOSAIC_INTERPRETER and _takes_interpret(entry):
+            support = dataclasses.replace(entry.support, devices=cpu())
+            found.append(
+                (
+                    dataclasses.replace(
+                        entry, backend=Backend.CPU, support=support, kernel=InMosaicInterpreter(entry.kernel)
+                    ),
+                    True,
+                )
+            )
+    return tuple(found)
+
+
+def _takes_interpret(entry: Implementation) -> bool:
+    if entry.platform is not Platform.PALLAS or entry.backend is not Backend.GPU:
+        return False
+    return all(
+        "interpret" in inspect.signature(run).parameters for run in (entry.kernel.forward, entry.kernel.backward)
+    )
+
+
+def subjects(algorithm: str = "flash_attention", *, dtypes: str = "main") -> list[Subject]:
+    """Every implementation in its main dtype; with ``dtypes="others"`` in each of the others that it takes."""
+    found = []
+    for entry, in_mosaic_interpreter in implementations(algorithm):
+        main, *others = (dtype for dtype in DTYPES if dtype in entry.support.dtypes)
+        chosen = {"main": [main], "others": others}[dtypes]
+        found += [Subject(entry, dtype, in_mosaic_interpreter) for dtype in chosen]
+    return found
+
+
+def each_subject(*needs: str, interpreted: str = "slow") -> pytest.MarkDecorator:
+    """Parameter ``subject`` of a test of flash_attention: the implementations that have these features.
+
+    Interpreters are slow, so most such tests run with them in ``make test-full`` alone; ``interpreted="short"`` keeps one
+    in ``make test``, ``"never"`` is for what no interpreter can run.
+    """
+    chosen = [s for s in subjects() if s.has(*needs) and not (s.interpreted and interpreted == "never")]
+    return pytest.mark.parametrize(
+        "subject", [parameter(s, slow=s.interpreted and interpreted == "slow") for s in chosen]
+    )
+
+
+def parameter(subject: Subject, *values: Any, slow: bool = False) -> Any:
+    """``subject, *values`` as one parameter of a test."""
+    marks = [*subject.marks, *([pytest.mark.slow] if slow else [])]
+    return pytest.param(subject, *values, id="-".join(map(str, (*values, subject))), marks=marks)
