@@ -1,5 +1,6 @@
 """grouped_matmul beyond what every operation is tested for: its forms, what its rows may hold, and its work."""
 
+import itertools
 import re
 
 import jax
@@ -18,6 +19,7 @@ from ejkernel import BwdParams, FwdParams, InvalidInputError, UnsupportedError, 
 from ejkernel.kernels._xla import grouped_matmul as kernel
 from ejkernel.ops import grouped_matmul as operation
 
+slow = pytest.mark.slow
 A4, B4 = jnp.ones((2, 3, 5, 4)), jnp.ones((2, 3, 4, 6))
 A, B, SIZES = jnp.ones((10, 4)), jnp.ones((3, 4, 6)), jnp.asarray([2, 5, 3])
 RAGGED = {"a": A, "b": B, "group_sizes": SIZES}
@@ -91,16 +93,21 @@ def test_unsupported_dtypes_and_platforms():
 
 
 def gradients(f, *args):
-    """Of ``a`` and ``b`` under a fixed random cotangent."""
-    out, pull = jax.vjp(f, *args)
-    return out, pull(jax.random.normal(jax.random.key(7), out.shape, out.dtype))
+    """Of ``a`` and ``b`` under a fixed random cotangent, in one program."""
+
+    @jax.jit
+    def both(*args):
+        out, pull = jax.vjp(f, *args)
+        return out, pull(jax.random.normal(jax.random.key(7), out.shape, out.dtype))
+
+    return both(*args)
 
 
 def random(shape, seed=0, dtype="float32"):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", [np.nan, *[pytest.param(x, marks=slow) for x in (np.inf, -np.inf)]])
 @pytest.mark.parametrize("offset", [None, 1])
 def test_rows_of_no_group_never_count(poison, offset):
     """NaN in them, in a or in the cotangent, reaches neither the result nor a gradient."""
@@ -113,10 +120,12 @@ def test_rows_of_no_group_never_count(poison, offset):
     def run(a, b):
         return grouped_matmul(a, b, sizes, group_offset=offset)
 
-    clean, pull = jax.vjp(run, jnp.where(lost, 0, a), b)
-    expected = pull(jnp.where(lost, 0, dout))
-    out, pull = jax.vjp(run, jnp.where(lost, poison, a), b)
-    actual = pull(jnp.where(lost, poison, dout))
+    @jax.jit
+    def filled(fill):
+        out, pull = jax.vjp(run, jnp.where(lost, fill, a), b)
+        return out, pull(jnp.where(lost, fill, dout))
+
+    (clean, expected), (out, actual) = filled(0.0), filled(poison)
     np.testing.assert_array_equal(out, clean)
     assert not out[lost[:, 0]].any()
     assert not actual[0][lost[:, 0]].any()
@@ -132,6 +141,7 @@ def test_one_group_s_nan_stays_its_own(where):
     poisoned = dict(arrays)
     poisoned[where] = arrays[where].at[2 if where == "b" else rows].set(jnp.nan)
 
+    @jax.jit
     def run(arrays):
         out, pull = jax.vjp(lambda a, b: grouped_matmul(a, b, sizes), arrays["a"], arrays["b"])
         return out, *pull(arrays["dout"])
@@ -174,10 +184,15 @@ def test_traced_sizes_out_of_range_are_clipped(name):
         np.testing.assert_array_equal(x, y)
 
 
+@jax.jit
+def of_offset(a, b, sizes, offset):
+    return grouped_matmul(a, b, sizes, group_offset=offset)
+
+
 @pytest.mark.parametrize("offset", [-3, -1, 2, 3, 4, 5, 100, -(2**31), 2**31 - 1])
 def test_a_traced_offset_out_of_range_holds_only_what_is_named(offset):
     sizes, a, b = [3, 2, 4, 1], random((10, 4)), random((3, 4, 6))
-    out = jax.jit(lambda offset: grouped_matmul(a, b, jnp.asarray(sizes), group_offset=offset))(jnp.int32(offset))
+    out = of_offset(a, b, jnp.asarray(sizes), jnp.int32(offset))
     expected, ends = np.zeros((10, 6)), np.cumsum([0, *sizes])
     for group in range(3):
         if 0 <= offset + group < 4:
@@ -186,7 +201,9 @@ def test_a_traced_offset_out_of_range_holds_only_what_is_named(offset):
     assert_close(out, expected, "float32")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", *[pytest.param(x, marks=slow) for x in ("uint8", "int16", "uint16", "int32", "uint32")]]
+)
 def test_sizes_of_every_integer_dtype(dtype):
     a, b = random((300, 3)), random((3, 3, 2))
     sizes = jnp.asarray([100, 90, 110], dtype)
@@ -223,11 +240,24 @@ def ragged_calls(draw):
     }
 
 
+@slow
 @pytest.mark.parametrize("walk", ["cpu", "elsewhere"])
 @settings(max_examples=12)
 @given(ragged_calls())
 def test_drawn_calls_on_every_walk(walk, call):
     """Values and gradients by the definition, with tiles of any size, for both kinds of device."""
+    check_walk(walk, call)
+
+
+@pytest.mark.parametrize("walk", ["cpu", "elsewhere"])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_either_walk(walk, transpose_b):
+    """Groups of less than a tile, of more, of none, and rows of no group at either end."""
+    call = {"sizes": [5, 0, 37, 3, 16], "tail": 4, "k": 7, "n": 6, "held": 3, "offset": 1, "rows": 16}
+    check_walk(walk, {**call, "transpose_b": transpose_b})
+
+
+def check_walk(walk, call):
     total = sum(call["sizes"]) + call["tail"]
     if not total:
         return
@@ -242,24 +272,33 @@ def test_drawn_calls_on_every_walk(walk, call):
     }[walk]
     bounds, large = arrays["bounds"][0], min(call["rows"], total)
     dout = random((total, call["n"]), 2)
-    out = rows(a, b, bounds, call["transpose_b"], large, jnp.float32, jnp.float32)
-    da = rows(dout, b, bounds, not call["transpose_b"], large, jnp.float32, jnp.float32)
-    left, right = (dout, a) if call["transpose_b"] else (a, dout)
-    db = sums(left, right, bounds, large, jnp.float32, jnp.float32)
+
+    @jax.jit
+    def run(a, b, dout, bounds):
+        out = rows(a, b, bounds, call["transpose_b"], large, jnp.float32, jnp.float32)
+        da = rows(dout, b, bounds, not call["transpose_b"], large, jnp.float32, jnp.float32)
+        left, right = (dout, a) if call["transpose_b"] else (a, dout)
+        return out, da, sums(left, right, bounds, large, jnp.float32, jnp.float32)
+
+    out, da, db = run(a, b, dout, bounds)
 
     def plain(a, b):
         return reference(a, b, sizes, group_offset=offset, transpose_b=call["transpose_b"])
 
+    @jax.jit
+    def expect(a, b, dout):
+        expected, pull = jax.vjp(plain, a, b)
+        return expected, pull(dout)
+
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), "float64") for x in (a, b, dout)]
-        expected, pull = jax.vjp(plain, *wide[:2])
-        expected_da, expected_db = pull(wide[2])
+        expected, (expected_da, expected_db) = expect(*wide)
     assert_close(out, expected, "float32")
     assert_close(da, expected_da, "float32", gradient=True, what="a")
     assert_close(db, expected_db, "float32", gradient=True, what="b")
 
 
-@pytest.mark.parametrize("rows", [1, 7, 33, 512])
+@pytest.mark.parametrize("rows", [33, *[pytest.param(x, marks=slow) for x in (1, 7, 512)]])
 def test_parameters_never_change_the_meaning(rows):
     example = next(e for e in EXAMPLES if e.name == "ragged_long")
     arrays = example.arrays()
@@ -271,9 +310,18 @@ def test_parameters_never_change_the_meaning(rows):
         assert_close(grad, expected_grads[name], "float32", gradient=True, what=name)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("result", ["float16", "bfloat16", "float32", None])
-@pytest.mark.parametrize("name", ["batched", "ragged_tail"])
+RESULTS = [("batched", "float16", "float32"), ("ragged_tail", "bfloat16", None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "result"),
+    [
+        pytest.param(*call, marks=() if call in RESULTS else slow)
+        for call in itertools.product(
+            ("batched", "ragged_tail"), ("float16", "bfloat16", "float32"), ("float16", "bfloat16", "float32", None)
+        )
+    ],
+)
 def test_dtypes_of_result_and_gradients(dtype, result, name):
     example = next(e for e in EXAMPLES if e.name == name)
     arrays = example.arrays(dtype)
@@ -307,6 +355,7 @@ def test_the_gradient_of_b_is_summed_in_float32():
     np.testing.assert_array_equal(db[0].astype(jnp.float32), 1000)
 
 
+@slow
 def test_float64(x64):
     a, b = random((37, 5), dtype="float64"), random((3, 5, 4), 1, "float64")
     sizes = jnp.asarray([9, 0, 20])
@@ -333,7 +382,7 @@ def test_float64(x64):
         ((2, 3, 5, 4), (2, 3, 4, 0), None),
     ],
 )
-@pytest.mark.parametrize("result", [None, "bfloat16"])
+@pytest.mark.parametrize("result", [pytest.param(None, marks=slow), "bfloat16"])
 def test_nothing_to_multiply(a, b, sizes, result):
     a, b = jnp.ones(a), jnp.ones(b)
     sizes = None if sizes is None else jnp.asarray(sizes, jnp.int32)
@@ -350,6 +399,7 @@ VMAPPED = [{"a"}, {"b"}, {"group_sizes"}, {"group_offset"}, {"a", "b"}, {"a", "g
 VMAPPED.append({"a", "b", "group_sizes", "group_offset"})
 
 
+@slow
 @pytest.mark.parametrize("vmapped", VMAPPED, ids=lambda names: "-".join(sorted(names)))
 def test_vmap_of_the_ragged_form(vmapped):
     stacked = {
@@ -372,6 +422,7 @@ def test_vmap_of_the_ragged_form(vmapped):
             np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-5)
 
 
+@slow
 @pytest.mark.parametrize("vmapped", ["a", "b", "ab"])
 def test_vmap_of_the_batched_form(vmapped):
     a, b = random((3, 2, 3, 5, 4)), random((3, 2, 3, 4, 6), 1)
@@ -419,6 +470,7 @@ def abstract(m, k, n, groups, dtype="float32"):
     return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
 
+@slow
 def test_temporary_memory_does_not_grow_with_rows_or_groups():
     """A tile of rows and one group's matrices, never a copy of an operand."""
     sizes = {}
@@ -439,6 +491,7 @@ def test_products_are_of_tiles_not_of_all_rows():
         assert not any(str(m) in operand for operand in operands), operands
 
 
+@slow
 def test_reruns_are_bit_identical():
     a, b, sizes = random((500, 32)), random((5, 32, 24), 1), jnp.asarray([100, 3, 280, 0, 90])
     first, second = (jax.jit(both)(a, b, sizes, random((500, 24), 2)) for _ in range(2))
@@ -494,6 +547,7 @@ def test_explain_takes_a_python_offset():
     assert set(explained.call.features) == {"ragged", "group_offset"}
 
 
+@slow
 def test_samples_are_calls_that_can_be_timed():
     call, _ = operation.OPERATION.bound(
         {**operation.OPERATION.defaults, **RAGGED, "group_sizes": jnp.asarray([1, 2, 3, 4]), "group_offset": 1}

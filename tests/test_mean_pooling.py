@@ -23,7 +23,8 @@ from ejkernel.kernels._xla import mean_pooling as kernel
 from ejkernel.kernels._xla.mean_pooling import XlaMeanPooling
 from ejkernel.ops.mean_pooling import MeanPoolingSpec
 
-DTYPES = ["float16", "bfloat16", "float32"]
+slow = pytest.mark.slow
+DTYPES = [pytest.param("float16", marks=slow), "bfloat16", "float32"]
 
 
 def numbers(*shape, seed=0, dtype="float32"):
@@ -32,6 +33,11 @@ def numbers(*shape, seed=0, dtype="float32"):
 
 def with_gradient(x, **rest):
     """The means and the gradient for cotangents 1, 2, 3, …"""
+    return _with_gradient(x, rest)
+
+
+@jax.jit
+def _with_gradient(x, rest):
     out, pull = jax.vjp(lambda x: mean_pooling(x, **rest), x)
     return out, pull(jnp.arange(1, out.size + 1, dtype=out.dtype).reshape(out.shape))[0]
 
@@ -48,10 +54,10 @@ def expected(x, keeps):
     return means, grad
 
 
-ROWS = st.sampled_from([1, 5, 16, 50, 200])
+LANES = st.sampled_from([1, 5, 16, 50, 200])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_mask(data):
     """With any number of rows a step: parameters never change what a mean is."""
@@ -59,7 +65,7 @@ def test_any_mask(data):
     x = numbers(batch, length, 4, seed=data.draw(st.integers(0, 9)))
     flags = st.lists(st.sampled_from([0, 1, 1, 2]), min_size=batch * length, max_size=batch * length)
     mask = np.array(data.draw(flags)).reshape(batch, length) > data.draw(st.integers(-1, 2))
-    with overlay(mean_pooling=FwdParams(blocksize_m=data.draw(ROWS))):
+    with overlay(mean_pooling=FwdParams(blocksize_m=data.draw(LANES))):
         means, grad = with_gradient(x, mask=jnp.asarray(mask))
     keeps = [np.arange(batch)[:, None] == i for i in range(batch)] & mask
     expected_means, expected_grad = expected(x, keeps)
@@ -67,13 +73,13 @@ def test_any_mask(data):
     assert_close(grad, expected_grad, "float32")
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_packing(data):
     tokens, sequences = 60, data.draw(st.sampled_from([1, 4, 70]))
     ends = sorted(data.draw(st.lists(st.integers(0, tokens), min_size=sequences, max_size=sequences)))
     x = numbers(tokens, 3)
-    with overlay(mean_pooling=FwdParams(blocksize_m=data.draw(ROWS))):
+    with overlay(mean_pooling=FwdParams(blocksize_m=data.draw(LANES))):
         means, grad = with_gradient(x, cu_seqlens=jnp.asarray([0, *ends]))
     token = np.arange(tokens)
     keeps = [(token >= start) & (token < stop) for start, stop in itertools.pairwise([0, *ends])]
@@ -84,7 +90,7 @@ def test_any_packing(data):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [4, 1000])
+@pytest.mark.parametrize("rows", [4, pytest.param(1000, marks=slow)])
 def test_what_does_not_count_never_leaks(dtype, poison, rows):
     mask = np.random.default_rng(1).random((3, 25)) < 0.5
     mask[1] = False
@@ -98,7 +104,7 @@ def test_what_does_not_count_never_leaks(dtype, poison, rows):
     assert (np.asarray(grad)[mask] != 0).all()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=slow), 5, pytest.param(64, marks=slow)])
 def test_one_sequence_s_nan_stays_its_own(rows):
     """Packed neighbours, and the padding behind them."""
     x = numbers(30, 3)
@@ -122,7 +128,9 @@ def test_cotangents_of_empty_sequences_go_nowhere():
     np.testing.assert_array_equal(grad[0], np.asarray(mask[0])[:, None] * np.full((1, 3), 0.5))
 
 
-@pytest.mark.parametrize("mask_dtype", [bool, "int8", "uint8", "int32", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "mask_dtype", [bool, "uint8", "float32", *[pytest.param(x, marks=slow) for x in ("int8", "int32", "bfloat16")]]
+)
 def test_masks_of_every_dtype(mask_dtype):
     x = numbers(2, 9, 3)
     mask = np.random.default_rng(0).integers(0, 2, (2, 9))
@@ -156,6 +164,7 @@ def test_half_precision_accumulates_in_float32(dtype, is_packed):
     np.testing.assert_array_equal(np.asarray(means, np.float32), 100)
 
 
+@slow
 def test_float64(x64):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 50, 3)))
     assert x.dtype == jnp.float64
@@ -163,6 +172,7 @@ def test_float64(x64):
     assert_close(mean_pooling(x[0], cu_seqlens=jnp.array([0, 20, 50]))[1], np.mean(np.asarray(x)[0, 20:], axis=0), "float64")  # fmt: skip
 
 
+@slow
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("batched", [("inputs",), ("rest",), ("inputs", "rest")])
 def test_vmap_over_some_arguments(is_packed, batched):
@@ -185,7 +195,7 @@ def test_vmap_over_some_arguments(is_packed, batched):
             assert_close(a[i], e, "float32")
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=slow)])
 def test_packed_inside_shard_map(shared):
     """Each device has its own sequences, or its own tokens beside offsets that are shared."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -325,6 +335,7 @@ def test_explanation_and_cost():
     assert operation.cost(packed.call).bytes == 4 * 36 + 4 * 4 + 4 * 9
 
 
+@slow
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_tuning(is_packed):
     x = numbers(300, 3) if is_packed else numbers(2, 150, 3)

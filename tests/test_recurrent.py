@@ -1,6 +1,8 @@
 """What is particular to recurrent; the properties of every operation are in the files of each."""
 
+import functools
 import importlib.util
+import itertools
 import warnings
 
 import examples_recurrent
@@ -17,8 +19,14 @@ import ejkernel
 from ejkernel import InvalidInputError, UnsupportedError, recurrent
 from ejkernel.kernels._xla import recurrent as kernel
 
+slow = pytest.mark.slow
 CELLS = list(GATES)
 BOTH = [False, True]
+
+
+def cells(*short):
+    """Parameters: every cell, these in the short lane too."""
+    return pytest.mark.parametrize("cell", [pytest.param(cell, marks=() if cell in short else slow) for cell in CELLS])
 
 
 def arguments(cell, seed=0, dtype="float32", **sizes):
@@ -31,10 +39,16 @@ def states(final):
 
 
 def with_gradients(run, floats, seed=5):
-    """The result and the gradients for random cotangents."""
-    out, pull = jax.vjp(run, floats)
+    """The result and the gradients for random cotangents, in one program."""
     rng = np.random.default_rng(seed)
-    return out, pull(jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), out))[0]
+    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), jax.eval_shape(run, floats))
+
+    @jax.jit
+    def both(floats, cotangents):
+        out, pull = jax.vjp(run, floats)
+        return out, pull(cotangents)[0]
+
+    return both(floats, cotangents)
 
 
 def assert_same(actual, expected, bound=1e-6):
@@ -43,10 +57,22 @@ def assert_same(actual, expected, bound=1e-6):
         np.testing.assert_allclose(a, e, rtol=bound, atol=bound)
 
 
+WITH_TORCH = [("lstm", True, [9, 1, 6]), ("gru", True, [9, 1, 6]), ("rnn_relu", False, None)]
+
+
+@pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-@pytest.mark.parametrize("lengths", [None, [9, 1, 6]], ids=["whole", "lengths"])
-@pytest.mark.parametrize("both", BOTH, ids=["one_way", "both_ways"])
-@pytest.mark.parametrize("cell", [*CELLS, "rnn_relu"])
+@pytest.mark.parametrize(
+    ("cell", "both", "lengths"),
+    [
+        pytest.param(
+            *call,
+            id=f"{call[0]}-{'both_ways' if call[1] else 'one_way'}-{'lengths' if call[2] else 'whole'}",
+            marks=() if call in WITH_TORCH else slow,
+        )
+        for call in itertools.product([*CELLS, "rnn_relu"], BOTH, [None, [9, 1, 6]])
+    ],
+)
 def test_equal_to_torch(cell, both, lengths):
     import torch
 
@@ -85,9 +111,14 @@ def test_equal_to_torch(cell, both, lengths):
         return [outputs, *states(final)]
 
     weights = {name: to_jax(p) for name, p in zip(names, layer.parameters(), strict=True)}
-    actual, pull = jax.vjp(run, to_jax(x), tuple(to_jax(s, True) for s in start), weights)
     given = [to_jax(cotangents[0]), *(to_jax(c, True) for c in cotangents[1:])]
-    dx, dstart, dweights = pull(given)
+
+    @jax.jit
+    def step(given, *floats):
+        out, pull = jax.vjp(run, *floats)
+        return out, pull(given)
+
+    actual, (dx, dstart, dweights) = step(given, to_jax(x), tuple(to_jax(s, True) for s in start), weights)
     assert_same(actual, [to_jax(results[0]), *(to_jax(r, True) for r in results[1:])], 1e-5)
     actual_grads = [dx, *dstart, *(dweights[name] for name in names)]
     expected = [
@@ -99,6 +130,7 @@ def test_equal_to_torch(cell, both, lengths):
         assert np.abs(a - e).max() <= 1e-5 * max(1, np.abs(e).max())
 
 
+@slow
 @settings(max_examples=12)
 @given(st.data())
 def test_any_call(data):
@@ -128,8 +160,8 @@ def test_any_call(data):
     assert_same(actual, jax.tree.map(np.asarray, expected), 2e-5)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=slow)])
+@cells("lstm", "gru")
 def test_what_padding_holds_does_not_matter(cell, reverse):
     lengths = np.array([5, 0, 2])
     arrays = arguments(cell, batch=3, steps=5, hidden=True, lengths=lengths)
@@ -141,10 +173,15 @@ def test_what_padding_holds_does_not_matter(cell, reverse):
 
     def everything(arrays, poison):
         floats = {n: x for n, x in arrays.items() if n != "lengths"}
-        out, pull = jax.vjp(lambda f: run(f, arrays["lengths"]), floats)
-        cotangent = jax.tree.map(jnp.ones_like, out)
-        cotangent = (jnp.where(padding[..., None], poison, cotangent[0]), cotangent[1])
-        return out, pull(cotangent)[0]
+
+        @jax.jit
+        def both(floats, poison):
+            out, pull = jax.vjp(lambda f: run(f, arrays["lengths"]), floats)
+            cotangent = jax.tree.map(jnp.ones_like, out)
+            cotangent = (jnp.where(padding[..., None], poison, cotangent[0]), cotangent[1])
+            return out, pull(cotangent)[0]
+
+        return both(floats, poison)
 
     expected, actual = everything(arrays, 0.0), everything(poisoned, jnp.nan)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -156,7 +193,7 @@ def test_what_padding_holds_does_not_matter(cell, reverse):
         np.testing.assert_array_equal(last[1], start[1])
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@cells("lstm")
 def test_a_length_is_a_shorter_sequence(cell):
     arrays = arguments(cell, batch=3, steps=6, hidden=True)
     for reverse in (False, True):
@@ -168,7 +205,7 @@ def test_a_length_is_a_shorter_sequence(cell):
             assert_same(states(final)[0], outputs[:, 3])
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@cells("gru")
 def test_reverse_is_forward_on_flipped_inputs(cell):
     arrays = arguments(cell, steps=6, hidden=True)
     outputs, final = recurrent(**arrays, cell_type=cell, reverse=True)
@@ -177,7 +214,7 @@ def test_reverse_is_forward_on_flipped_inputs(cell):
     assert_same((outputs, final), (expected[:, ::-1], expected_final))
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@cells("gru")
 def test_bidirectional_is_both_directions(cell):
     arrays = arguments(cell, both=True, hidden=True, lengths=[5, 2])
     outputs, final = recurrent(**arrays, cell_type=cell, bidirectional=True)
@@ -189,7 +226,7 @@ def test_bidirectional_is_both_directions(cell):
         assert_same((part, jax.tree.map(lambda h: h[index], final)), own)  # noqa: B023
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@cells("lstm")
 def test_the_final_state_goes_on(cell):
     arrays = arguments(cell, steps=7, hidden=True)
     whole, final = recurrent(**arrays, cell_type=cell)
@@ -198,14 +235,14 @@ def test_the_final_state_goes_on(cell):
     assert_same((jnp.concatenate([first, second], axis=1), last), (whole, final))
 
 
-def test_no_state_is_zeros():
-    for both in BOTH:
-        arrays = arguments("lstm", both=both, hidden=True)
-        zeros = jax.tree.map(jnp.zeros_like, arrays["hidden"])
-        assert_same(
-            recurrent(**{**arrays, "hidden": None}, bidirectional=both),
-            recurrent(**{**arrays, "hidden": zeros}, bidirectional=both),
-        )
+@pytest.mark.parametrize("both", [pytest.param(False, marks=slow), True], ids=["one_way", "both_ways"])
+def test_no_state_is_zeros(both):
+    arrays = arguments("lstm", both=both, hidden=True)
+    zeros = jax.tree.map(jnp.zeros_like, arrays["hidden"])
+    assert_same(
+        recurrent(**{**arrays, "hidden": None}, bidirectional=both),
+        recurrent(**{**arrays, "hidden": zeros}, bidirectional=both),
+    )
 
 
 def test_forms_of_arguments():
@@ -225,7 +262,8 @@ def test_results_have_the_inputs_dtype_and_the_form_of_hidden():
         for dtype in ("float16", "bfloat16", "float32"):
             for both in BOTH:
                 arrays = arguments(cell, dtype=dtype, both=both, hidden=True)
-                outputs, final = recurrent(**arrays, cell_type=cell, bidirectional=both)
+                run = functools.partial(recurrent, cell_type=cell, bidirectional=both)
+                outputs, final = jax.eval_shape(lambda arrays: run(**arrays), arrays)  # noqa: B023
                 assert jax.tree.map(jnp.shape, final) == jax.tree.map(jnp.shape, arrays["hidden"])
                 assert {x.dtype for x in jax.tree.leaves((outputs, final))} == {jnp.dtype(dtype)}
                 assert outputs.shape == (2, 5, 8 if both else 4)
@@ -249,6 +287,7 @@ def softmax(x):
     return jax.nn.softmax(x, axis=-1)
 
 
+@slow
 def test_an_activation_may_mix_features():
     arrays = arguments("rnn", hidden=True)
     actual = with_gradients(lambda f: recurrent(**f, cell_type="rnn", activation=softmax), arrays)
@@ -256,6 +295,7 @@ def test_an_activation_may_mix_features():
     assert_same(actual, expected, 1e-5)
 
 
+@slow
 @pytest.mark.parametrize("batched", [("inputs",), ("hidden",), ("weights",), ("lengths",), ("hidden", "weights")])
 @pytest.mark.parametrize("both", BOTH, ids=["one_way", "both_ways"])
 def test_vmap_over_some_arguments(both, batched):
@@ -314,8 +354,13 @@ def test_one_product_a_step(cell, a_chunk):
     assert products(jax.make_jaxpr(jax.grad(loss))(arrays).jaxpr) == [1, 1 + a_chunk, 1]
 
 
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize(
+    ("rows", "cell"),
+    [
+        (7, "lstm"),
+        *[pytest.param(*rest, marks=slow) for rest in ((7, "gru"), (7, "rnn"), (1, "lstm"), (1, "gru"), (1, "rnn"))],
+    ],
+)
 def test_chunks_of_the_backward(cell, rows, monkeypatch):
     """Of one step, and of four with a shorter one at the end."""
     arrays = arguments(cell, steps=10, both=True, hidden=True, lengths=[10, 5])
@@ -327,13 +372,14 @@ def test_chunks_of_the_backward(cell, rows, monkeypatch):
     ejkernel.kernel_registry.operation("recurrent")._jitted.clear()
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@cells("lstm")
 def test_the_backward_has_no_gates_of_all_steps(cell):
     """Its temporary memory is that of the inputs' projection, of a few states a step, and of one chunk."""
     batch, steps, size = 8, 2048, 16
     arrays = arguments(cell, batch=batch, steps=steps, features=16, size=size)
-    _, pull = jax.vjp(lambda f: recurrent(**f, cell_type=cell), arrays)
-    compiled = jax.jit(pull).lower(jax.eval_shape(lambda f: recurrent(**f, cell_type=cell), arrays)).compile()
+    pull = jax.eval_shape(lambda f: jax.vjp(lambda f: recurrent(**f, cell_type=cell), f)[1], arrays)
+    cotangents = jax.eval_shape(lambda f: recurrent(**f, cell_type=cell), arrays)
+    compiled = jax.jit(lambda pull, cotangents: pull(cotangents)).lower(pull, cotangents).compile()
     one_state = 4 * batch * steps * size
     assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * one_state
 
@@ -357,7 +403,7 @@ def test_without_gradients_no_cells_are_kept():
     assert compiled.memory_analysis().temp_size_in_bytes < projection + states_of_all_steps / 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=slow), "bfloat16"])
 def test_a_step_touches_its_own_rows_alone(dtype):
     """No loop converts or copies arrays of all steps: that would be quadratic in the length."""
     steps = 96
@@ -373,7 +419,7 @@ def test_a_step_touches_its_own_rows_alone(dtype):
             assert "convert" not in line.split("(")[0] or not whole, line
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@cells("lstm")
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
 def test_nothing_to_do(cell, shape):
     for both in BOTH:
@@ -489,6 +535,7 @@ def test_explanation_and_cost():
     assert cost.bytes == 4 * (floats + batch * steps * 4 + 2 * batch * 4)
 
 
+@slow
 def test_tuning_runs_every_direction():
     lengths = jnp.array([5, 3])
     expected = recurrent(**LSTM, lengths=lengths)
@@ -503,6 +550,7 @@ def test_every_feature_has_an_example():
     assert used == set(ejkernel.kernel_registry.operation("recurrent").features)
 
 
+@slow
 def test_tuning_beside_a_plain_function(own_store):
     """Weights are a tree, and all of it must become arrays to be timed."""
     from ejkernel import Support, autotune, kernel_registry
