@@ -1,5 +1,7 @@
 """No operation leaves a tracer behind: under ``jax.checking_leaks()``, every way to call it, forward and gradients."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +14,14 @@ from ejkernel import flash_attention, kernel_registry, ring_attention
 from ejkernel.ops.flash_attention import OPERATION
 
 HOW = ("eager", "jit", "vmap", "shard_map")
+
+
+@pytest.fixture(autouse=True)
+def only_new_objects():
+    """JAX looks for what refers to a trace among all objects, after each; what was there before cannot hold its tracers."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def forward_and_gradients(run, floats):
