@@ -13,12 +13,17 @@ import numpy as np
 import oracle
 import pytest
 from conftest import bound
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 from tolerances import assert_close
 
 from ejkernel import FwdParams, UnsupportedError, explain, flash_attention, kernel_registry
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward as mosaic
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward_consumer, parameters
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward_consumer, padding, parameters
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention import PallasFlashAttention
+from ejkernel.kernels.common.intervals import intervals
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 OPERATION = kernel_registry.operation("flash_attention")
@@ -240,6 +245,7 @@ def test_a_window_that_leaves_blocks_without_keys(capfd):
 
 # Calls with keys that no query sees, and which those are.
 LONG_IDS = np.where(np.arange(333) % 70 < 5, 0, 1)[None].astype(np.int32)
+PLACE = np.arange(160, dtype=np.int32)[None]
 AT_BOTH_ENDS = np.array([[0] * 75 + [1] * 85, [1] * 100 + [0] * 60], np.int32)
 PADDED = {
     "ids": (*CALLS["segments"], IDS[0] == 0),
@@ -255,6 +261,35 @@ PADDED = {
         {"batch": 2},
         {"causal": True, "q_segment_ids": AT_BOTH_ENDS, "kv_segment_ids": AT_BOTH_ENDS},
         AT_BOTH_ENDS == 0,
+    ),
+    "an id without queries": (
+        {"batch": 2},
+        {"q_segment_ids": np.ones((2, 160), np.int32), "kv_segment_ids": np.where(AT_BOTH_ENDS == 0, 5, 1)},
+        AT_BOTH_ENDS == 0,
+    ),
+    "an id whose queries are before": (
+        {},
+        {"causal": True, "q_segment_ids": np.where(PLACE < 70, 2, 1), "kv_segment_ids": np.where(PLACE < 100, 1, 2)},
+        PLACE[0] >= 100,
+    ),
+    "a sequence without queries": (
+        {},
+        {
+            "causal": True,
+            "cum_seqlens_q": np.array([0, 60, 60, 160], np.int32),
+            "cum_seqlens_k": np.array([0, 50, 83, 160], np.int32),
+        },
+        (PLACE[0] >= 50) & (PLACE[0] < 83),
+    ),
+    "an id of another sequence": (
+        {},
+        {
+            "cum_seqlens_q": np.array([0, 60, 160], np.int32),
+            "cum_seqlens_k": np.array([0, 80, 160], np.int32),
+            "q_segment_ids": np.where(PLACE < 60, 1, 2),
+            "kv_segment_ids": np.where(PLACE % 16 < 9, 1, 2),
+        },
+        (PLACE[0] < 80) == (PLACE[0] % 16 >= 9),
     ),
 }
 
@@ -289,6 +324,36 @@ def test_rows_that_see_nothing_are_zero_beside_a_nan():
     assert bool((out[:, :40] == 0).all())
     assert bool((lse[..., :40] == -jnp.inf).all())
     assert bool(jnp.isnan(out[:, 40:]).all())
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_keys_that_no_query_sees_are_found(data):
+    """All of them and no others, beside every pair."""
+    rows, keys, batch = (
+        data.draw(st.integers(1, most), name) for name, most in (("rows", 40), ("keys", 40), ("batch", 2))
+    )
+
+    def drawn(low, high, shape):
+        values = data.draw(st.lists(st.integers(low, high), min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
+        return np.array(values, np.int32).reshape(shape)
+
+    if data.draw(st.booleans(), "static"):
+        side = st.none() | st.integers(0, 20)
+        start, stop = intervals((data.draw(side), data.draw(side)), rows, keys)
+    else:
+        start, stop = (np.sort(drawn(0, keys, (1, rows)), 1) for _ in range(2))
+        start, stop = jnp.asarray(start), jnp.asarray(np.maximum(start, stop))
+    ids = (drawn(-1, 4, (batch, rows)), drawn(-1, 5, (batch, keys))) if data.draw(st.booleans(), "ids") else None
+    place = np.arange(keys)
+    seen = (np.asarray(start)[..., None] <= place) & (place < np.asarray(stop)[..., None])
+    if ids is not None:
+        seen = seen & (ids[0][:, :, None] == ids[1][:, None]) & (ids[0][:, :, None] > 0)
+    for few in (padding.FEW_PAIRS, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(padding, "FEW_PAIRS", few)
+            found = padding.seen_keys(start, stop, None if ids is None else tuple(map(jnp.asarray, ids)), keys)
+        np.testing.assert_array_equal(found, seen.any(1))
 
 
 @pytest.mark.parametrize("step", [16, 48, 128])
@@ -434,7 +499,10 @@ def _plugin():
         return False
 
 
-@pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
+needs_plugin = pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
+
+
+@needs_plugin
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("what", ["defaults", "masks that are data", "space", "others"])
 def test_nothing_spills(dim, what, tmp_path):
@@ -458,6 +526,19 @@ def test_nothing_spills(dim, what, tmp_path):
     for what, spills in told:
         assert spills, f"no report of {what}"
         assert set(re.findall(r"\d+", spills)) == {"0"}, (what, spills)
+
+
+@needs_plugin
+@pytest.mark.parametrize("few", [2**28, 0], ids=["compared", "searched"])
+def test_searching_for_unseen_keys_takes_no_quadratic_memory(few, monkeypatch):
+    """Of two long sequences: their ids take 128 KiB, a flag for each pair would take 256 MiB."""
+    monkeypatch.setattr(padding, "FEW_PAIRS", few)
+    length = 2**14
+    window = intervals((None, 0), length, length)
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=HOPPER, topology="1x1x2")
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=SingleDeviceSharding(topology.devices[0]))
+    found = jax.jit(lambda q, k: padding.seen_keys(*window, (q, k), length)).lower(ids, ids).compile()
+    assert found.memory_analysis().temp_size_in_bytes < 2**20
 
 
 # On a GPU

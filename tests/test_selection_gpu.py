@@ -197,10 +197,10 @@ def chosen_on(device):
     "device", ["nvidia-h200", "nvidia-h100", "nvidia-gh200", "nvidia-h100-pcie", UNKNOWN_HOPPER], ids=str
 )
 def test_hoppers_choose_by_the_table_of_the_h200(installed, tables, device, fastest):
-    tables["nvidia-h200"] = rows(fastest, 96)
+    tables["nvidia-h200"] = rows(fastest, 32)
     chosen = chosen_on(device)
     assert (chosen.platform, chosen.source) == (fastest, "shipped")
-    assert chosen.params.q_blocksize == 96
+    assert chosen.params.q_blocksize == 32
 
 
 @pytest.mark.parametrize("device", ["nvidia-a100", "nvidia-b200", "amd-mi300x", "tpu-v5e", "cpu"])

@@ -44,6 +44,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import (
     Shared,
     shared_memory,
 )
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import forward_effective, narrow
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
@@ -56,7 +57,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     segment_ids,
     statics,
     whole_tiles,
-    without_padding,
 )
 from ejkernel.kernels.common import visibility
 from ejkernel.kernels.common.varying import vary_as, varying_axes

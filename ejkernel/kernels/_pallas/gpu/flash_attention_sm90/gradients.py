@@ -19,6 +19,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward_wide_keys, backward_wide_queries
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BACKWARD_BLOCK, backward_effective, single
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     ROWS,
@@ -31,7 +32,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     segment_ids,
     statics,
     whole_tiles,
-    without_padding,
 )
 from ejkernel.kernels.common import visibility
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,45 +68,6 @@ def key_intervals(arrays: dict[str, Array], spec: Any):
     if "kv_start" in arrays:
         return arrays["kv_start"], arrays["kv_stop"]
     return intervals(spec.window, arrays["query"].shape[1], arrays["key"].shape[1])
-
-
-def without_padding(
-    arrays: dict[str, Array], spec: Any, backward: bool, by_kernel: bool = False
-) -> tuple[dict[str, Array], int]:
-    """``arrays`` with zeros for keys that are padding, and how many keys before all windows were dropped.
-
-    Padding may be NaN, and a weight of 0 times NaN is not 0. It is what lies outside of all packed sequences, has an id
-    of 0 or less, or lies before the first key of the first query's window. (A positive id that no query has is not
-    looked for.) A forward multiplies values by weights, and replaces what it computes from such keys by -inf.
-    ``by_kernel``: the kernel puts the zeros itself, and is told where: ``padding``, by key.
-    """
-    q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
-    dropped, seen = 0, []
-    if "kv_start" in arrays:
-        start, stop = arrays["kv_start"], arrays["kv_stop"]
-        place = np.arange(kv_len, dtype=np.int32)
-        seen += [place >= jnp.where(start < stop, start, kv_len).min(1, keepdims=True)]
-        seen += [place < stop.max(1, keepdims=True)]
-    else:
-        start, stop = intervals(spec.window, q_len, kv_len)
-        dropped = int(start.min(where=start < stop, initial=kv_len))
-        # A forward reads from whole tiles on. Where no query sees anything, nothing is dropped.
-        if dropped == kv_len or (not backward and whole_tiles(dropped) == dropped):
-            dropped = 0
-    if "kv_segment_ids" in arrays:
-        seen += [arrays["kv_segment_ids"] > 0]
-    if seen:
-        kept = functools.reduce(jnp.logical_and, seen)
-        if by_kernel:
-            cleared = {"padding": (~kept).astype(jnp.int32)}
-        else:
-            names = ("key", "value") if backward else ("value",)
-            cleared = {name: jnp.where(kept[..., None, None], arrays[name], 0) for name in names}
-        arrays = {**arrays, **cleared}
-    if dropped:
-        of_keys = {"key", "value", "kv_segment_ids", "padding"} & arrays.keys()
-        arrays = {**arrays, **{name: arrays[name][:, dropped:] for name in of_keys}}
-    return arrays, dropped
 
 
 def segment_ids(arrays: dict[str, Array]):
