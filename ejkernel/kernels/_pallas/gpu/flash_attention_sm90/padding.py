@@ -11,9 +11,9 @@ from jax import Array
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import key_intervals, segment_ids, whole_tiles
 from ejkernel.kernels.common.intervals import intervals
 
-# Of a query and a key, in all batch entries. On an H200 comparing 2**24, 2**28 and 2**32 pairs took 8, 98 and 2400 us, sorting
-# and searching as many rows 31, 43 and 60.
-FEW_PAIRS = 2**26
+# Of a query and a key, in all batch entries. On an H200 comparing 2**24, 2**26, 2**28 and 2**32 pairs took 8, 18, 95 and
+# 2350 us, sorting and searching instead 32, 42, 46 and 58, nearly all of it the sort.
+FEW_PAIRS = 2**27
 
 
 def without_padding(
