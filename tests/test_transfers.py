@@ -1,5 +1,6 @@
 """Eager calls copy nothing from a device: values are read only where that costs no copy."""
 
+import functools
 import sys
 
 import jax
@@ -25,7 +26,7 @@ class OnAccelerator(jax.Array):
         self.reads = 0
 
     def devices(self):
-        return {self}
+        return (self,)
 
     def __array__(self, dtype=None, copy=None):
         self.reads += 1
@@ -62,18 +63,20 @@ def test_an_array_of_which_other_processes_hold_a_part_is_not_read(monkeypatch):
     assert not array.reads
 
 
+@pytest.fixture
 def eager_calls():
-    """Functions without arguments, one a call; arrays are made before, with lengths, tables and offsets in them."""
+    """Functions without arguments by name; their arrays are there, with lengths, tables and offsets among them."""
+    calls = {}
     for case in named("everything", "everything_packed"):
         arrays, statics = case.make()
-        yield f"flash_attention-{case}", lambda arrays=arrays, statics=statics: flash_attention(**arrays, **statics)
+        calls[f"flash_attention-{case}"] = functools.partial(flash_attention, **arrays, **statics)
     for example in all_examples():
-        arrays = example.arrays()
-        yield str(example), lambda example=example, arrays=arrays: example.run(arrays)
+        calls[str(example)] = functools.partial(example.run, example.arrays())
+    return calls
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(eager_calls, monkeypatch):
     """The places in ejkernel that read an array's values while a call is made, `concrete` apart, which finds none."""
     found = []
 
@@ -87,8 +90,9 @@ def reads(monkeypatch):
 
         return call
 
+    concrete = values.concrete
     for module in [module for name, module in sys.modules.items() if name.startswith("ejkernel")]:
-        if getattr(module, "concrete", None) is values.concrete:
+        if getattr(module, "concrete", None) is concrete:
             monkeypatch.setattr(module, "concrete", lambda value: None)
     for name in ("asarray", "array"):
         monkeypatch.setattr(np, name, watched(getattr(np, name)))
@@ -98,9 +102,9 @@ def reads(monkeypatch):
     return found
 
 
-def test_eager_calls_read_no_values(reads):
+def test_eager_calls_read_no_values(eager_calls, reads):
     """As on an accelerator: no value is read but through `concrete`."""
-    for name, call in list(eager_calls()):
+    for name, call in eager_calls.items():
         call()
         assert not reads, name
 
@@ -114,8 +118,8 @@ def test_this_notices_a_read(reads):
 
 
 @pytest.mark.gpu
-def test_eager_calls_on_a_gpu_copy_nothing_to_the_host():
-    for _, call in list(eager_calls()):
+def test_eager_calls_on_a_gpu_copy_nothing_to_the_host(eager_calls):
+    for call in eager_calls.values():
         with jax.transfer_guard_device_to_host("disallow"):
             jax.block_until_ready(call())
     mesh = jax.make_mesh((1,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
