@@ -289,6 +289,7 @@ def test_memory_of_jax_on_a_cpu():
     assert grown(jax.jit(lambda x: x + 1), jnp.ones(8)) < 40
 
 
+@pytest.mark.torch
 def test_memory_of_torch_on_a_cpu():
     torch = pytest.importorskip("torch")
     assert 150 < grown(lambda: torch.ones(50 * MIB) + 1) < 600
@@ -373,6 +374,7 @@ def test_a_device_without_statistics_is_named():
 # --- the schedule ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_default_schedule_is_torchs():
     profiler = pytest.importorskip("torch.profiler")
     from ejkernel.lab import default_schedule
@@ -676,6 +678,7 @@ def test_devices_are_known_in_every_form(device, counted):
     assert count_cuda_kernels([event("nvjet_tst", device)])["gemm"] == counted
 
 
+@pytest.mark.torch
 def test_torchs_own_devices_are_known():
     torch = pytest.importorskip("torch")
     assert count_cuda_kernels([event("nvjet_tst", torch.device("cuda", 0))])["gemm"] == 1
@@ -696,6 +699,7 @@ def test_counts_and_events_of_other_kinds():
         count_cuda_kernels(mock())
 
 
+@pytest.mark.torch
 def test_a_real_torch_profile_of_the_cpu_has_no_kernels():
     torch = pytest.importorskip("torch")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
@@ -707,6 +711,7 @@ def test_a_real_torch_profile_of_the_cpu_has_no_kernels():
     assert count_cuda_kernels([event("gemm", torch.autograd.DeviceType.CUDA)])["gemm"] == 1
 
 
+@pytest.mark.torch
 def test_a_torch_profiler_that_has_not_run_is_refused():
     torch = pytest.importorskip("torch")
     with pytest.raises(InvalidInputError, match="prof has not run"):
@@ -715,6 +720,7 @@ def test_a_torch_profiler_that_has_not_run_is_refused():
         count_cuda_kernels(torch.autograd.profiler.profile())
 
 
+@pytest.mark.torch
 def test_a_torch_profiler_that_still_runs_is_refused():
     torch = pytest.importorskip("torch")
     cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -821,6 +827,7 @@ def test_a_trace_that_torch_exported_is_counted(tmp_path):
         assert count_cuda_kernels(prof) == TORCH_COUNTS
 
 
+@pytest.mark.torch
 def test_a_real_trace_that_torch_exported_has_no_kernels_of_a_cpu(tmp_path):
     torch = pytest.importorskip("torch")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:

@@ -155,7 +155,7 @@ def test_no_command_is_the_help(run):
     assert "report" in out
 
 
-@pytest.mark.parametrize("arguments", ["info", "info --json"])
+@pytest.mark.parametrize("arguments", ["info", pytest.param("info --json", marks=pytest.mark.slow)])
 def test_a_reader_that_leaves_is_no_failure(arguments):
     command = f"set -o pipefail; {sys.executable} -c 'from ejkernel.lab.cli import main; main()' {arguments} | head -1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
@@ -235,6 +235,7 @@ def test_report(run, monkeypatch, tmp_path):
     passed = {"operation": "x", "platform": "xla", "check": "c", "dtype": "float32", "error": 1e-7, "bound": 1e-5,
               "passed": True, "refused": False, "reason": ""}  # fmt: skip
     monkeypatch.setattr(report, "measure_ceilings", _ceilings)
+    monkeypatch.setattr(report, "plan", lambda quick: speed.bench_plan(["mean_pooling"], (64, 128), backward=not quick))
     monkeypatch.setattr(report, "bench", _quick_bench)
     monkeypatch.setattr(accuracy, "check", lambda *job: passed)
     code, out, err = run("report", "--quick", "-o", str(tmp_path / "page"))
@@ -290,7 +291,7 @@ cli.main()
 }
 
 
-@pytest.mark.parametrize("command", SLOW)
+@pytest.mark.parametrize("command", ["bench", pytest.param("tune", marks=pytest.mark.slow)])
 def test_a_signal_ends_it_cleanly(command):
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW[command]],

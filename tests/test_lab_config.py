@@ -138,6 +138,7 @@ def test_dtypes_of_ridge_points(dtype, short):
     assert get_ridge_point("A100", dtype) == get_ridge_point("A100", short)
 
 
+@pytest.mark.torch
 def test_torch_dtypes_of_ridge_points():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     assert get_ridge_point("A100", torch.float16) == get_ridge_point("A100", torch.bfloat16) == 156.0
@@ -281,6 +282,7 @@ def test_threads_build_once(transformers):
     assert [getattr(shared, f"mark_{index}") for index in range(8)] == list(range(8))
 
 
+@pytest.mark.torch
 def test_transformers_takes_a_config_that_was_never_used(transformers):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding, Gemma3TextModel

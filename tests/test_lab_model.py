@@ -33,7 +33,8 @@ from ejkernel.lab.model import (
     prefill_forward,
 )
 
-needs_torch = pytest.mark.skipif(torch is None, reason="torch or transformers is not installed")
+slow = pytest.mark.slow
+NEEDS_TORCH = (pytest.mark.torch, pytest.mark.skipif(torch is None, reason="torch or transformers is not installed"))
 WINDOW, LAYERS, BATCH, HIDDEN = 8, 8, 2, 64
 SLIDING, FULL = 0, 5  # layers of either type
 TYPES = {SLIDING: "sliding_attention", FULL: "full_attention"}
@@ -82,6 +83,24 @@ def test_without_torch(monkeypatch):
             call()
 
 
+def needs_torch(test):
+    for mark in NEEDS_TORCH:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Torch's threads take longer to wake up than these small layers to compute, and spin meanwhile."""
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -91,7 +110,7 @@ def test_without_transformers(monkeypatch):
         initialize_kv_cache(None, 4)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=needs_torch) for name in ("sdpa", "eager")])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=NEEDS_TORCH) for name in ("sdpa", "eager")])
 def net(request):
     """A small model whose weights are large enough for every key to matter."""
     config = transformers.Gemma3TextConfig(
@@ -257,7 +276,7 @@ def test_cache(net):
 # --- agreement ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1, 19])
+@pytest.mark.parametrize("length", [WINDOW + 1, *[pytest.param(n, marks=slow) for n in (1, WINDOW - 1, WINDOW, 19)]])
 @pytest.mark.parametrize("index", TYPES)
 def test_one_layer(net, index, length):
     tokens, cache = states(length + 4), cache_of(net)
@@ -270,8 +289,8 @@ def test_one_layer(net, index, length):
         close(decode_again(net, index, token, tokens[:, :at]), expected[:, : at + 1])
 
 
-@pytest.mark.parametrize("length", [1, WINDOW - 1, WINDOW, WINDOW + 1, 19])
-@pytest.mark.parametrize("passes", [1, 3, LAYERS])
+@pytest.mark.parametrize("length", [WINDOW - 1, *[pytest.param(n, marks=slow) for n in (1, WINDOW, WINDOW + 1, 19)]])
+@pytest.mark.parametrize("passes", [3, *[pytest.param(n, marks=slow) for n in (1, LAYERS)]])
 @pytest.mark.parametrize("index", TYPES)
 def test_many_layers(net, index, passes, length):
     tokens, cache = states(length + 4), cache_of(net)
@@ -314,14 +333,14 @@ def test_layers_compose_to_the_model(net, length):
 
 
 @pytest.mark.parametrize("index", TYPES)
-@pytest.mark.parametrize("cut", [3, WINDOW, 11])
+@pytest.mark.parametrize("cut", [3, pytest.param(WINDOW, marks=slow), 11])
 def test_prefill_in_pieces(net, index, cut):
     tokens, cache = states(17), cache_of(net, 17)
     pieces = [prefill(net, index, tokens[:, :cut], cache, 3), prefill(net, index, tokens[:, cut:], cache, 3, cut)]
     close(torch.cat(pieces, 1), prefill(net, index, tokens, None, 3))
 
 
-@pytest.mark.parametrize("length", [WINDOW - 2, WINDOW - 1, WINDOW, 12])
+@pytest.mark.parametrize("length", [WINDOW, *[pytest.param(n, marks=slow) for n in (WINDOW - 2, WINDOW - 1, 12)]])
 @pytest.mark.parametrize("index", TYPES)
 def test_repeating_a_call_changes_nothing(net, index, length):
     """As when it is timed: the same positions are written again."""
@@ -408,7 +427,7 @@ def operations(run):
     return {event.key.removeprefix("aten::"): event.count for event in profile.key_averages()}
 
 
-@pytest.mark.parametrize("index", TYPES)
+@pytest.mark.parametrize("index", [SLIDING, pytest.param(FULL, marks=slow)])
 def test_decoding_reads_nothing_from_the_device(net, index):
     """On an accelerator each of these would wait for it, and the counts of the cache layers would be a kernel each."""
     tokens, cache = states(7), cache_of(net)

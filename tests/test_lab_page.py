@@ -423,9 +423,16 @@ def test_the_style_of_others_is_left_alone():
 
     with matplotlib.rc_context({"font.size": 33, "svg.fonttype": "path"}):
         before = dict(matplotlib.rcParams)
-        ours = figures.render(little())
+        result = {"roofline": sample()["roofline"]}
+        ours = figures.render(result)
         assert dict(matplotlib.rcParams) == before
-    assert ours == figures.render(little())
+    assert ours == figures.render(result)
+    assert len(ours) == 2
+
+
+# --- in a browser ------------------------------------------------------------------------------------------------------
+
+in_a_browser = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
@@ -464,8 +471,9 @@ def visit(browser, written):
     assert wrong == []
 
 
-@pytest.mark.parametrize("make", [sample, on_gpu, nasty])
-@pytest.mark.parametrize("width", [400, 1400])
+@in_a_browser
+@pytest.mark.parametrize("make", [pytest.param(sample, marks=pytest.mark.slow), on_gpu, nasty])
+@pytest.mark.parametrize("width", [400, pytest.param(1400, marks=pytest.mark.slow)])
 def test_plots_are_visible_and_the_page_fits(visit, make, width):
     tab = visit(make, width)
     boxes = tab.evaluate(
@@ -491,6 +499,7 @@ def column(tab, table, number):
     return tab.eval_on_selector_all(rows, "cells => cells.map(c => c.dataset.value ?? c.innerText.trim())")
 
 
+@in_a_browser
 def test_tables_sort(visit):
     tab = visit(sample)
     time = tab.locator("#timings th", has_text="Time (ms)")
@@ -528,6 +537,7 @@ def test_tables_sort(visit):
     assert errors[0] < errors[-1]
 
 
+@in_a_browser
 def test_times_filter(visit):
     tab = visit(sample)
     tab.fill("#filter", "JAX.nn backward")
@@ -539,6 +549,7 @@ def test_times_filter(visit):
     assert shown.count() == 47
 
 
+@in_a_browser
 def test_reasons_open_with_a_tap(visit):
     tab = visit(sample, 400, has_touch=True)
     reason = tab.get_by_text("needs a GPU, the device is a CPU").first
@@ -554,6 +565,7 @@ def test_reasons_open_with_a_tap(visit):
     assert visit(sample).get_by_text("needs a GPU, the device is a CPU").first.is_visible()  # there is room
 
 
+@in_a_browser
 def test_light_and_dark(visit):
     colour = "([selector, what]) => getComputedStyle(document.querySelector(selector))[what]"
 
@@ -581,6 +593,7 @@ def test_light_and_dark(visit):
     assert shown(dark) == expected[0]  # on paper it is light
 
 
+@in_a_browser
 def test_json_downloads(visit):
     tab = visit(nasty)
     with tab.expect_download() as download:

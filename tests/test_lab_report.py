@@ -1,6 +1,7 @@
 """The lab's references, workloads, checks and timings."""
 
 import dataclasses
+import functools
 import math
 import sys
 
@@ -42,12 +43,19 @@ def test_the_reference_agrees_with_the_oracle():
     with jax.enable_x64(True):
         for options in calls:
             arrays = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-            found = reference.attention(*map(jnp.asarray, (q, k, v)), **arrays)
+            statics = {n: x for n, x in arrays.items() if not isinstance(x, jax.Array)}
+            traced = {n: x for n, x in arrays.items() if isinstance(x, jax.Array)}
+            found = jax.jit(functools.partial(reference.attention, **statics))(*map(jnp.asarray, (q, k, v)), **traced)
             np.testing.assert_allclose(found, oracle.attention(q, k, v, **options)[0], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "operation", [n for n in workloads.OPERATIONS if n not in ("flash_attention", "ring_attention")]
+    "operation",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "recurrent"))  # its reference is a long unrolled loop
+        for name in workloads.OPERATIONS
+        if name not in ("flash_attention", "ring_attention")
+    ],
 )
 def test_references_agree_with_the_test_suite_s(operation):
     """Two references, written apart, on the lab's own workloads."""
@@ -57,7 +65,8 @@ def test_references_agree_with_the_test_suite_s(operation):
             arrays = jax.tree.map(
                 lambda x: jnp.asarray(x, "float64" if x.dtype == np.float32 else None), workload.arrays
             )
-            ours, other = workload.reference(arrays), theirs(**arrays, **workload.options)
+            ours = jax.jit(workload.reference)(arrays)
+            other = jax.jit(lambda arrays, workload=workload: theirs(**arrays, **workload.options))(arrays)
             for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
@@ -72,17 +81,32 @@ def test_every_operation_has_workloads():
         workloads.checks("flush")
 
 
-@pytest.mark.parametrize("operation", workloads.OPERATIONS)
-def test_checks_pass_and_can_fail(operation, monkeypatch):
-    plan = accuracy.check_plan([operation])
-    assert {job[1] for job in plan} >= {"xla"}
-    rows = [accuracy.check(*job) for job in plan]
-    assert all(row["passed"] and 0 < row["error"] < row["bound"] for row in rows), rows
-    exact = reference.REFERENCES[operation]
+CHECKS = [
+    (operation, number) for operation in workloads.OPERATIONS for number in range(len(workloads.checks(operation)))
+]
+SHORT_CHECKS = [(operation, 0) for operation in ("flash_attention", "mean_pooling", "grouped_matmul")]
+
+
+@pytest.mark.parametrize(("operation", "number"), [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case not in SHORT_CHECKS), id="{}-{}".format(*case))
+    for case in CHECKS
+])  # fmt: skip
+def test_checks_pass(operation, number):
+    plan = accuracy.check_plan([operation], "xla")
+    assert [(job[0].name, *job[1:]) for job in plan] == [
+        (workload.name, "xla", "float32") for workload in workloads.checks(operation)
+    ]
+    row = accuracy.check(*plan[number])
+    assert row["passed"], row
+    assert 0 < row["error"] < row["bound"]
+
+
+def test_checks_can_fail(monkeypatch):
+    exact = reference.REFERENCES["mean_pooling"]
     monkeypatch.setitem(
-        reference.REFERENCES, operation, lambda *a, **k: jax.tree.map(lambda x: 1.001 * x, exact(*a, **k))
+        reference.REFERENCES, "mean_pooling", lambda *a, **k: jax.tree.map(lambda x: 1.001 * x, exact(*a, **k))
     )
-    row = accuracy.check(*plan[0])
+    row = accuracy.check(*accuracy.check_plan(["mean_pooling"])[0])
     assert not row["passed"]
     assert not row["refused"]
     assert row["reason"].startswith("too far: ")
@@ -121,29 +145,44 @@ def test_kernels_are_listed_with_reasons():
     )
 
 
-@pytest.mark.usefixtures("instant")
-@pytest.mark.parametrize("operation", workloads.OPERATIONS)
-def test_timings_hold_the_error_of_every_peer_that_is_here(operation):
-    plan = speed.bench_plan([operation], (128,), pinned=True)
-    assert [(job.operation, job.length, job.what) for job in plan] == [
-        (operation, 128, what) for what in (speed.FORWARD, speed.BOTH)
+def test_the_plan_of_timings():
+    names = ("ejkernel", *peers.names("flash_attention"))
+    plan = speed.bench_plan(["flash_attention", "mean_pooling"], (64, 128))
+    assert plan[:4] == [
+        Job("flash_attention", length, what, names) for length in (64, 128) for what in (speed.FORWARD, speed.BOTH)
     ]
+    assert {job.operation for job in plan[4:]} == {"mean_pooling"}
+    assert speed.bench_plan(["recurrent"], (8,), with_peers=False, pinned=True, backward=False) == [
+        Job("recurrent", 8, speed.FORWARD, ("ejkernel", "ejkernel xla"))
+    ]
+
+
+SHORT_BENCHES = [("flash_attention", speed.FORWARD), *(("mean_pooling", what) for what in (speed.FORWARD, speed.BOTH))]
+
+
+@pytest.mark.usefixtures("instant")
+@pytest.mark.parametrize(("operation", "what"), [
+    pytest.param(name, what, marks=[pytest.mark.slow] * ((name, what) not in SHORT_BENCHES), id=f"{name}, {what}")
+    for name in workloads.OPERATIONS
+    for what in (speed.FORWARD, speed.BOTH)
+])  # fmt: skip
+def test_timings_hold_the_error_of_every_peer_that_is_here(operation, what):
     cost = workloads.timed(operation, 128, False).cost("float32")
-    for job in plan:
-        rows = speed.bench(job)
-        assert [row["implementation"] for row in rows] == ["ejkernel", "ejkernel xla", *peers.names(operation)]
-        for row in rows:
-            assert bool(row["reason"]) == (row["ms"] is None), row
-            if row["ms"] is None:
-                assert not row["implementation"].startswith("ejkernel")
-                assert "installed" in row["reason"] or "needs a GPU" in row["reason"]
-            else:
-                flops = cost.flops + (cost.backward_flops if row["what"] == speed.BOTH else 0)
-                assert row["tflops"] == pytest.approx(flops / 2e-3 / 1e12)
-                assert (row["error"] is None) == (row["what"] == speed.BOTH)
-                assert row["error"] is None or row["error"] < 1e-5
-                assert (row["ms"], row["median_ms"], row["high_ms"]) == (2, 3, 9)
-                assert "noisy: p90 is 3.0 × the median" in row["flags"]
+    flops = cost.flops + (cost.backward_flops if what == speed.BOTH else 0)
+    names = ("ejkernel", *peers.names(operation))
+    rows = speed.bench(Job(operation, 128, what, names))
+    assert [row["implementation"] for row in rows] == [*names]
+    for row in rows:
+        assert bool(row["reason"]) == (row["ms"] is None), row
+        if row["ms"] is None:
+            assert row["implementation"] != "ejkernel"
+            assert "installed" in row["reason"] or "needs a GPU" in row["reason"]
+        else:
+            assert row["tflops"] == pytest.approx(flops / 2e-3 / 1e12)
+            assert (row["error"] is None) == (what == speed.BOTH)
+            assert row["error"] is None or row["error"] < 1e-5
+            assert (row["ms"], row["median_ms"], row["high_ms"]) == (2, 3, 9)
+            assert "noisy: p90 is 3.0 × the median" in row["flags"]
 
 
 def test_implementations_of_a_call_are_timed_together(monkeypatch):

@@ -1,5 +1,6 @@
 """The lab's kernels to study: in XLA here, compiled by Triton for the chips we know; and on a GPU."""
 
+import itertools
 import re
 
 import jax
@@ -16,7 +17,15 @@ from ejkernel.callib.chips import CHIPS
 from ejkernel.kernels._triton.call import interpreting
 from ejkernel.lab import gemm_tiled, gemv, standard_attention, study
 
+slow = pytest.mark.slow
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def first(*values):
+    """Values of a parameter: the first in the short lane, the others slow."""
+    return [values[0], *[pytest.param(value, marks=slow) for value in values[1:]]]
+
+
 # All sides 1; odd; one step and less; the edges of tiles; long and thin both ways; aligned.
 SIZES = [(1, 1, 1), (5, 7, 3), (33, 65, 130), (1, 300, 70), (300, 1, 70), (70, 90, 1), (128, 96, 64)]
 EMPTY = [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)]
@@ -54,22 +63,33 @@ def check_gemv(m, k, dtype, block=None):
     assert_close(dx, g @ a, dtype, gradient=True, what="x")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES + EMPTY, ids=str)
+@pytest.mark.parametrize("dtype", first("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize(
+    "size",
+    [*SIZES[1:4], *EMPTY[:2], *[pytest.param(s, marks=slow) for s in SIZES[:1] + SIZES[4:] + EMPTY[2:]]],
+    ids=str,
+)
 def test_gemm_tiled(size, dtype):
     check_gemm(*size, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [(16, 32, 16), (64, 16, 128), (16, 16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", first("float16", "float32", "bfloat16"))
+@pytest.mark.parametrize("block", first((16, 32, 16), (64, 16, 128), (16, 16, 16)), ids=str)
 def test_blocks_of_gemm_tiled(block, dtype):
     check_gemm(45, 77, 101, dtype, block)
     check_gemm(16, 32, 16, dtype, block)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first("bfloat16", "float32", "float16"))
 @pytest.mark.parametrize(
-    "size", [(1, 1), (7, 5), (1, 3000), (3000, 1), (130, 257), (64, 4096), (0, 3), (3, 0)], ids=str
+    "size",
+    [
+        (7, 5),
+        (1, 3000),
+        (130, 257),
+        *[pytest.param(s, marks=slow) for s in ((1, 1), (3000, 1), (64, 4096), (0, 3), (3, 0))],
+    ],
+    ids=str,
 )
 def test_gemv(size, dtype):
     check_gemv(*size, dtype)
@@ -208,6 +228,7 @@ def test_arrays_of_other_libraries(call, name, shape):
     assert str(error.value) == f"{name}; expected a JAX or numpy array {shape}."
 
 
+@pytest.mark.torch
 def test_torch_tensors():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     a = torch.arange(6.0).reshape(2, 3)
@@ -227,9 +248,17 @@ def qkv(q_len=9, kv_len=9, heads=4, kv_heads=2, dim=8, value_dim=8, dtype="float
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(9, 9), (5, 12), (12, 5), (1, 7)])
+ATTENTION = [*itertools.product([(9, 9), (5, 12), (12, 5), (1, 7)], [False, True], DTYPES)]
+SHORT_ATTENTION = [((9, 9), True, "bfloat16"), ((5, 12), False, "float32"), ((12, 5), True, "float32")]
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "causal", "dtype"),
+    [
+        pytest.param(*case[0], *case[1:], marks=[slow] * (case not in SHORT_ATTENTION), id=str(case))
+        for case in ATTENTION
+    ],
+)
 def test_standard_attention(q_len, kv_len, causal, dtype):
     arrays = qkv(q_len, kv_len, value_dim=5, dtype=dtype)
     out, pull = jax.vjp(lambda *x: standard_attention(*x, causal=causal), *arrays)
@@ -266,7 +295,7 @@ def test_xla_steps_in_where_triton_is_not_installed(monkeypatch):
     monkeypatch.setattr(study, "_missing", lambda package: package if package == "jax_triton" else None)
     with (
         target("nvidia-h200"),
-        pytest.warns(UserWarning, match=r"XLA on nvidia-h200: jax_triton is not .*ejkernel\[gpu\]"),
+        pytest.warns(UserWarning, match=r"XLA on nvidia-h200: jax_triton is not .*pip install .*\[gpu\]"),
     ):
         assert gemv(X, X[0]).tolist() == [6.0] * 4
     with target("nvidia-v100"), pytest.warns(UserWarning, match="compute capability 8.0, it has 7.0"):
@@ -279,8 +308,12 @@ try:
     import triton
 except ImportError:
     triton = None
-compiles = pytest.mark.skipif(triton is None or interpreting(), reason="needs triton, and not its interpreter")
+missing = pytest.mark.skipif(triton is None or interpreting(), reason="needs triton, and not its interpreter")
 COMPILED_FOR = ("nvidia-h200", "nvidia-a100", "nvidia-b200", "nvidia-l4", "amd-mi300x")
+
+
+def compiles(test):
+    return pytest.mark.compiled(missing(test))
 
 
 def launches(chip, function, *shapes, dtype, **options):
@@ -304,6 +337,7 @@ def launches(chip, function, *shapes, dtype, **options):
     return made
 
 
+@slow
 @compiles
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("chip", COMPILED_FOR)

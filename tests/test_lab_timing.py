@@ -350,6 +350,7 @@ def test_the_backward_of_a_jitted_function_with_static_arguments():
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch
 def test_torch_on_a_cpu_forward_and_backward():
     torch = pytest.importorskip("torch")
     x, index = torch.arange(1.0, 5.0), torch.arange(4)
@@ -363,6 +364,7 @@ def test_torch_on_a_cpu_forward_and_backward():
     assert found.cold_ms is None
 
 
+@pytest.mark.torch
 def test_a_torch_modules_parameters_take_part():
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(2, 3)
@@ -371,6 +373,7 @@ def test_a_torch_modules_parameters_take_part():
     assert layer.weight.grad is None
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("missing", ["argument", "result"])
 def test_a_torch_backward_needs_floats(missing):
     torch = pytest.importorskip("torch")
@@ -542,10 +545,16 @@ def test_a_store_that_cannot_be_written_is_a_warning(measured, tmp_path, monkeyp
 
 def test_ceilings_measured_for_real_at_a_small_size(monkeypatch):
     monkeypatch.setattr(ceilings, "SECONDS_EACH", 0.0)
-    device, info = jax.devices()[0], describe(jax.devices()[0])
+    device = jax.devices()[0]
     assert ceilings._copy(device, 2**12) > 0
     assert ceilings._read_rate(device, 2**12) > 0
-    rates = ceilings._products(device, info, 64)
+    assert ceilings._product(device, jnp.float32, "highest", 16) > 0
+
+
+@pytest.mark.slow
+def test_products_of_every_dtype_measured_for_real_at_a_small_size(monkeypatch):
+    monkeypatch.setattr(ceilings, "SECONDS_EACH", 0.0)
+    rates = ceilings._products(jax.devices()[0], describe(jax.devices()[0]), 64)
     assert set(rates) <= {"float32", "bfloat16", "float16"}
     assert rates["float32"] > 0
     assert jax.tree.all(jax.tree.map(lambda rate: isinstance(rate, float), rates))

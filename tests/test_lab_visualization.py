@@ -281,8 +281,8 @@ def test_operations_in_a_series(plt):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("x_range", [None, (5, 1000), (0.01, 1000), (5.9, 10)])
-@pytest.mark.parametrize("ceilings", [None, (0.1, 0.018)])
+@pytest.mark.parametrize("x_range", [None, (5, 1000), pytest.param((0.01, 1000), marks=pytest.mark.slow), (5.9, 10)])
+@pytest.mark.parametrize("ceilings", [pytest.param(None, marks=pytest.mark.slow), (0.1, 0.018)])
 def test_the_label_of_the_ridge_stays_inside(plt, x_range, ceilings):
     operations = {"gemm": (2000.0, 0.08), "gemv": (0.5, 0.004)}
     ax = plot_roofline("CPU", 0.12, 0.02, operations, x_range=x_range, ceilings=ceilings)
