@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import json
 import pkgutil
 import re
 import subprocess
@@ -81,6 +82,26 @@ def test_operation_pages(name):
     with contextlib.redirect_stdout(io.StringIO()):
         for block in blocks:
             exec(block, scope)
+
+
+def test_the_log_of_the_hopper_kernels_names_what_is_recorded():
+    """Every key in backticks is one of the results; warnings of ptxas, such as `C7517`, are none."""
+    recorded = set()
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        results = json.loads(path.read_text())
+        recorded |= set(results) if isinstance(results, dict) else set()
+    named = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "notes" / "hopper-log.md").read_text()))
+    keys = {name for name in named if not re.fullmatch(r"C\d{4}", name)}
+    assert len(keys) > 10
+    assert keys <= recorded
+
+
+def test_the_page_of_the_hopper_kernels_names_their_files():
+    text = (ROOT / "docs" / "hopper.md").read_text()
+    folder = ROOT / re.search(r"`(ejkernel/\S+/flash_attention_sm90)/`", text)[1]
+    named = set(re.findall(r"`(\w+\.py)`", text))
+    assert named == {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert len(text.splitlines()) <= 150
 
 
 def test_generated_pages_are_current():
