@@ -105,7 +105,7 @@ def test_parameters_never_change_the_meaning(entry, keys):
 
 
 def check(entry, case, arrays):
-    """Values and gradients against float64; the values with a traced mask too."""
+    """Values and gradients against float64."""
 
     def run(arrays):
         return case.run(arrays, platform=entry.platform)
@@ -119,11 +119,9 @@ def check(entry, case, arrays):
         return result, pull(cotangents)[0]
 
     (out, lse), grads = both(case.floats(arrays), cotangents)
-    traced = jax.jit(run)(arrays)
     (expected_out, expected_lse), expected = case.expected(arrays, cotangents)
     assert_close(out, expected_out, "float32")
     assert_close(lse, expected_lse, "float32")
-    assert_close(traced[0], expected_out, "float32")
     for name, grad in grads.items():
         assert_close(grad, expected[name], "float32", gradient=True, what=name)
 
@@ -161,6 +159,8 @@ def test_any_call(entry, data):
     )
     with overlay(blocksparse_attention=params):
         check(entry, case, arrays)
+        traced = jax.jit(lambda arrays: case.run(arrays, platform=entry.platform))(arrays)
+    assert_close(traced[0], case.expected(arrays)[0], "float32")
 
 
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)

@@ -310,7 +310,7 @@ def test_parameters_never_change_the_meaning(rows):
         assert_close(grad, expected_grads[name], "float32", gradient=True, what=name)
 
 
-RESULTS = [("batched", "float16", "float32"), ("ragged_tail", "bfloat16", None)]
+RESULTS = [("ragged_tail", "bfloat16", "float32")]
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,8 @@ def test_half_precision_is_summed_in_float32(ragged):
 def test_the_gradient_of_b_is_summed_in_float32():
     a = jnp.ones((1000, 2), jnp.bfloat16)
     b = jnp.ones((2, 2, 3), jnp.bfloat16)
-    db = jax.grad(lambda b: grouped_matmul(a, b, jnp.asarray([1000, 0])).astype(jnp.float32).sum())(b)
+    sizes = jnp.asarray([1000, 0])
+    db = jax.jit(jax.grad(lambda b: grouped_matmul(a, b, sizes).astype(jnp.float32).sum()))(b)
     np.testing.assert_array_equal(db[0].astype(jnp.float32), 1000)
 
 

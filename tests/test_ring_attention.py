@@ -1,6 +1,7 @@
 """ring_attention: over 4 and 8 devices of one process; `test_ring_processes.py` has several processes."""
 
 import functools
+import itertools
 import re
 from collections import Counter
 
@@ -30,6 +31,7 @@ from ejkernel import (
 )
 
 IMPLEMENTATIONS = runnable("ring_attention")
+slow = pytest.mark.slow
 
 
 def ring_of(n, name="ring"):
@@ -67,12 +69,18 @@ def check(entry, n, layout, dtype="float32", *, sizes=None, **statics):
     arrays = make(dtype, **(sizes or {}))
     floats = {name: arrays[name] for name in ("query", "key", "value", "softmax_aux") if name in arrays}
 
-    def run(floats):
-        return whole({**arrays, **floats}, n, layout, platform=entry.platform, **statics)
+    shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal(shape), dtype)
 
-    out, pull = jax.vjp(jax.jit(run), floats)
-    dout = jnp.asarray(np.random.default_rng(1).standard_normal(out.shape), out.dtype)
-    (grads,) = pull(dout)
+    @jax.jit
+    def both(floats, dout):
+        def run(floats):
+            return whole({**arrays, **floats}, n, layout, platform=entry.platform, **statics)
+
+        out, pull = jax.vjp(run, floats)
+        return out, pull(dout)[0]
+
+    out, grads = both(floats, dout)
     statics.setdefault("causal", True)
     known = {name: np.asarray(x) for name, x in arrays.items()}
     expected, _, expected_grads = oracle.attention(**known, **statics, dout=np.asarray(dout))
@@ -98,13 +106,22 @@ CALLS = {
 }
 
 
+SHORT = {("causal", "contiguous"), ("causal", "zigzag"), ("full", "contiguous"), ("everything", "zigzag")}
+
+
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "layout"),
+    [
+        pytest.param(*which, marks=() if which in SHORT else slow)
+        for which in itertools.product(CALLS, ("contiguous", "zigzag"))
+    ],
+)
 def test_values_and_gradients(entry, layout, call):
     check(entry, 4, layout, **CALLS[call])
 
 
+@slow
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("n", "layout", "call"), [(8, "zigzag", "causal"), (8, "contiguous", "window"), (2, "zigzag", "everything"),
                                                   (1, "contiguous", "everything"), (3, "zigzag", "full")])  # fmt: skip
@@ -113,6 +130,7 @@ def test_rings_of_other_sizes(entry, n, layout, call):
     check(entry, n, layout, **{**CALLS[call], "sizes": sizes})
 
 
+@slow
 @pytest.mark.parametrize("entry", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_dtypes(entry, dtype, request):
@@ -121,6 +139,7 @@ def test_dtypes(entry, dtype, request):
     check(entry, 4, "zigzag", dtype, sizes={"sinks": True, "heads": 4})
 
 
+@slow
 @settings(max_examples=6)
 @given(
     n=st.sampled_from([2, 4]),
@@ -136,42 +155,57 @@ def test_any_call(n, layout, causal, window, segments):
     assert_close(actual, oracle.attention(**known, causal=causal, sliding_window=window)[0], "float32")
 
 
-def test_inside_shard_map():
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=slow)])
+def test_inside_shard_map(check_vma):
     """As a model calls it, beside a second axis of the mesh, with and without the check of varying axes."""
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
     arrays = make(batch=2, sinks=True)
     spec = P("data", "ring")
     specs = {name: P() if name == "softmax_aux" else spec for name in arrays}
 
-    def loss(arrays, check_vma):
+    def loss(arrays):
         run = jax.shard_map(
             lambda a: ring_attention(**a), mesh=mesh, in_specs=(specs,), out_specs=spec, check_vma=check_vma
         )
         return (run(arrays) ** 2).sum()
 
-    expected = jax.grad(lambda a: (flash_attention(**a, causal=True) ** 2).sum())(arrays)
-    for check_vma in (True, False):
-        grads = jax.jit(jax.grad(loss), static_argnums=1)(arrays, check_vma)
-        for name in arrays:
-            assert_close(grads[name], expected[name], "float32", gradient=True, what=name)
+    expected = gradients_of_flash(arrays)
+    grads = jax.jit(jax.grad(loss))(arrays)
+    for name in arrays:
+        assert_close(grads[name], expected[name], "float32", gradient=True, what=name)
 
 
-def test_a_mesh_with_other_axes_and_explicit_meshes():
+@jax.jit
+def gradients_of_flash(arrays):
+    return jax.grad(lambda arrays: (flash_attention(**arrays, causal=True) ** 2).sum())(arrays)
+
+
+KINDS = [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mesh_with_other_axes(kind):
+    arrays = make(batch=2)
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        grads = jax.jit(jax.grad(lambda a: (ring_attention(**a, mesh=mesh) ** 2).sum()))(arrays)
+    assert_close(grads["key"], gradients_of_flash(arrays)["key"], "float32", gradient=True)
+
+
+@slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_spread_over_a_mesh_or_not(kind):
     arrays = make(batch=2)
     expected = flash_attention(**arrays, causal=True)
-    expected_grads = jax.grad(lambda a: (flash_attention(**a, causal=True) ** 2).sum())(arrays)
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(kind,) * 2)
-        spread = {n: jax.device_put(x, NamedSharding(mesh, P("data", "ring"))) for n, x in arrays.items()}
-        with jax.set_mesh(mesh):
-            assert_close(ring_attention(**spread, mesh=mesh), expected, "float32")
-            assert_close(jax.jit(lambda a, mesh=mesh: ring_attention(**a, mesh=mesh))(spread), expected, "float32")
-        assert_close(ring_attention(**arrays, mesh=mesh), expected, "float32")
-        with jax.set_mesh(mesh):
-            grads = jax.grad(lambda a, mesh=mesh: (ring_attention(**a, mesh=mesh) ** 2).sum())(arrays)
-        assert_close(grads["key"], expected_grads["key"], "float32", gradient=True)
+    mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(kind,) * 2)
+    spread = {n: jax.device_put(x, NamedSharding(mesh, P("data", "ring"))) for n, x in arrays.items()}
+    with jax.set_mesh(mesh):
+        assert_close(ring_attention(**spread, mesh=mesh), expected, "float32")
+        assert_close(jax.jit(lambda a: ring_attention(**a, mesh=mesh))(spread), expected, "float32")
+    assert_close(ring_attention(**arrays, mesh=mesh), expected, "float32")
 
 
+@slow
 def test_a_ring_over_two_axes():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     arrays = make()
@@ -180,20 +214,21 @@ def test_a_ring_over_two_axes():
 
 
 def test_vmap():
-    many = jax.tree.map(lambda *x: jnp.stack(x), *(make(seed=seed, sinks=True) for seed in range(2)))
+    many = jax.tree.map(lambda *x: jnp.stack(x), *(make(seed=seed) for seed in range(2)))
 
     def gradients(run):
         def one(arrays):
             return jax.grad(lambda a: (run(a) ** 2).sum())(arrays)
 
-        return jax.vmap(one)(many)
+        return jax.jit(jax.vmap(one))(many)
 
-    actual = gradients(lambda a: ring_attention(**a, mesh=ring_of(4)))
+    actual = gradients(lambda a: ring_attention(**a, mesh=ring_of(2)))
     expected = gradients(lambda a: flash_attention(**a, causal=True))
     for name in many:
         assert_close(actual[name], expected[name], "float32", gradient=True, what=name)
 
 
+@slow
 def test_remat_and_scan_over_layers():
     x = make()["query"]
     weights = jax.random.normal(jax.random.key(0), (2, 8, 8)) * 0.3
@@ -219,6 +254,7 @@ def test_export():
     assert_close(jax.jit(restored.call)(spread), run(spread), "float32")
 
 
+@slow
 def test_reruns_are_bit_identical():
     arrays = make(sinks=True)
     run = jax.jit(jax.value_and_grad(lambda a: (whole(a, 4, "zigzag") ** 2).sum()))
@@ -234,13 +270,15 @@ def test_garbage_in_padding_never_shows():
     assert padding.any()
     dirty = {n: jnp.where(padding, jnp.nan, x) if n in ("key", "value") else x for n, x in arrays.items()}
 
-    def run(arrays, floats):
-        return whole({**arrays, **floats}, 4, "zigzag")
+    @jax.jit
+    def both(floats):
+        out, pull = jax.vjp(lambda floats: whole({**arrays, **floats}, 2), floats)
+        return out, pull(out)[0]
 
-    floats = {name: dirty[name] for name in ("query", "key", "value")}
-    out, pull = jax.vjp(functools.partial(run, dirty), floats)
-    np.testing.assert_array_equal(out, run(arrays, {}))
-    assert all(jnp.isfinite(grad).all() for grad in pull(out)[0].values())
+    names = ("query", "key", "value")
+    (out, grads), (expected, _) = (both({name: x[name] for name in names}) for x in (dirty, arrays))
+    np.testing.assert_array_equal(out, expected)
+    assert all(jnp.isfinite(grad).all() for grad in grads.values())
 
 
 def test_a_nan_that_is_seen_shows():
@@ -263,8 +301,15 @@ def compiled(n, length, gradients, **statics):
     return jax.jit(run).lower(x, x, x).compile()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("gradients", "layout"),
+    [
+        pytest.param(False, "contiguous", id="forward-contiguous"),
+        pytest.param(True, "contiguous", id="backward-contiguous"),
+        pytest.param(False, "zigzag", id="forward-zigzag", marks=slow),
+        pytest.param(True, "zigzag", id="backward-zigzag", marks=slow),
+    ],
+)
 def test_what_is_sent(gradients, layout):
     """One shard of keys and values a step (and of their gradients backward) to the neighbour, and nothing else."""
     n, length = 8, 64
@@ -283,6 +328,7 @@ def test_what_is_sent(gradients, layout):
     assert len(sent) in ((12, 14) if gradients else (4,))
 
 
+@slow
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 def test_memory_does_not_grow_with_the_ring(gradients):
     few, many = (compiled(n, 256, gradients).memory_analysis().temp_size_in_bytes for n in (2, 8))
@@ -342,7 +388,7 @@ def work_of(counted, layout, n=8, gradients=False, **statics):
     return np.array([counted[d] for d in range(n)])
 
 
-@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=slow)], ids=["forward", "backward"])
 def test_zigzag_balances_causal_work(counted, gradients):
     zigzag, contiguous = (work_of(counted, layout, gradients=gradients) for layout in ("zigzag", "contiguous"))
     assert zigzag.max() / zigzag.mean() <= 1.1
@@ -437,6 +483,7 @@ def test_what_one_call_is_refused_for_is_not_held_against_another():
     assert ring_attention(**arrays, causal=True, mesh=mesh).shape == (1, 40, 2, 8)
 
 
+@slow
 def test_tuning_reaches_the_steps(own_store):
     arrays, mesh = make(length=16), ring_of(2)
     out = ejkernel.autotune(ring_attention)(**arrays, mesh=mesh)
@@ -447,6 +494,7 @@ def test_tuning_reaches_the_steps(own_store):
     assert ejkernel.autotune(jax.jit(inside))(*many.values()).shape == (2, 16, 2, 8)
 
 
+@slow
 def test_cotangents_of_rows_with_nothing_to_see_do_not_matter():
     arrays = make(segments=True, sinks=True)
     alive = (arrays["q_segment_ids"] > 0)[:, :, None, None]
