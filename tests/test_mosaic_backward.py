@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import bound
+from lanes import some
 from test_mosaic import PADDED, _plugin, compiled
 from tolerances import assert_close
 
@@ -50,6 +51,7 @@ def ids(*lengths):
 IDS, CUTS = ids(9, 60, 20, 71), np.array([0, 70, 70, 150], np.int32)
 # Of the queries' ids one is no key's.
 Q_IDS, KV_IDS = np.random.default_rng(5).integers(0, [[[4]], [[3]]], (2, 1, 160)).astype(np.int32)
+ONE_A_FEATURE = ("causal", "window", "soft cap", "sinks", "segments", "packed", "two groups")
 CALLS = {
     "plain": ({}, {}),
     "whole blocks": ({"q_len": 256, "kv_len": 256}, {}),
@@ -67,6 +69,7 @@ CALLS = {
     "scattered segments": ({}, {"q_segment_ids": Q_IDS, "kv_segment_ids": KV_IDS}),
     "packed": ({}, {"causal": True, "cum_seqlens_q": CUTS, "cum_seqlens_k": CUTS}),
     "float16": ({"dtype": "float16"}, {"causal": True}),
+    "two groups": ({"heads": 4, "kv_heads": 2}, {"causal": True}),
 }
 
 
@@ -110,14 +113,18 @@ def check_interpreted(shape, options, capfd, *, params=None, spoil=lambda arrays
 
 
 @interpreted
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dims", [SINGLE, (128, 128), WIDE], ids=["single", "single at 128", "wide"])
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", some(CALLS, *ONE_A_FEATURE))
+@pytest.mark.parametrize(
+    "dims", some([SINGLE, (128, 128), WIDE], (128, 128), WIDE), ids=["single", "single at 128", "wide"]
+)
 def test_interpreted(name, dims, capfd):
     shape, options = CALLS[name]
     check_interpreted({**shape, "dims": dims}, options, capfd)
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
     [(32, 32), (96, 96), (96, 64), (128, 128), (128, 64), (160, 32), (192, 128), (224, 224), (256, 256)],
@@ -139,8 +146,9 @@ def test_rows_that_see_nothing_may_be_nan(dims, capfd):
 
 
 @interpreted
-@pytest.mark.parametrize("name", PADDED)
-@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", some(PADDED, "ids", "an id without queries"))
+@pytest.mark.parametrize("dims", some([SINGLE, WIDE], WIDE), ids=["single", "wide"])
 def test_padding_may_be_garbage(name, dims, capfd):
     """It has no gradient either."""
     shape, options, hidden = PADDED[name]
@@ -309,36 +317,37 @@ for name in {names!r}:
 """
 
 
+# With the most bytes that may spill before jax 0.11, there where heads share keys.
+SPILLS = [
+    (
+        (64, 64),
+        ["plain", "whole blocks", "causal", "window", "two-sided window", "segments", "packed", "soft cap"],
+        112,
+    ),
+    ((128, 128), ["plain", "whole blocks", "causal", "more keys", "window", "segments", "packed", "soft cap"], 64),
+    ((128, 64), ["causal"], 0),
+    ((96, 96), ["causal"], 0),
+    ((192, 128), ["causal"], 0),
+    ((256, 256), ["causal", "segments"], 0),
+]
+
+
+@pytest.mark.compiled
 @pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
 @pytest.mark.parametrize(
-    ("dims", "names", "most", "before"),
+    ("dims", "names", "before"),
     [
-        (
-            (64, 64),
-            ["plain", "whole blocks", "causal", "window", "two-sided window", "segments", "packed", "soft cap"],
-            0,
-            112,
-        ),
-        (
-            (128, 128),
-            ["plain", "whole blocks", "causal", "more keys", "window", "segments", "packed", "soft cap"],
-            0,
-            64,
-        ),
-        ((128, 64), ["causal"], 0, 0),
-        ((96, 96), ["causal"], 0, 0),
-        ((192, 128), ["causal"], 0, 0),
-        ((256, 256), ["causal", "segments"], 0, 0),
+        *[(dims, ["causal"], before) for dims, _, before in SPILLS if dims[0] in (64, 256)],
+        *[pytest.param(*job, marks=pytest.mark.slow) for job in SPILLS],
     ],
     ids=str,
 )
-def test_spills(dims, names, most, before, tmp_path):
+def test_spills(dims, names, before, tmp_path):
     """None; before jax 0.11 a few of the single kernel where heads share keys.
 
     No product waits for another one because registers are short.
     """
-    if JAX < (0, 11):
-        most = before
+    most = before if JAX < (0, 11) else 0
     printed = compiled(COMPILED.format(tests=os.path.dirname(__file__), dims=dims, names=names), tmp_path)
     told = re.findall(r"SPILLS (.*?) \[(.*)\] (True|False)", printed)
     assert [name for name, _, _ in told] == names
@@ -349,6 +358,8 @@ def test_spills(dims, names, most, before, tmp_path):
 
 @pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
 @pytest.mark.skipif(JAX < (0, 11), reason="before jax 0.11 the program is another one")
+@pytest.mark.compiled
+@pytest.mark.slow
 def test_no_wait_is_added(tmp_path):
     """C7517: a wgmma wait inserted by ptxas, which makes dV and dK end before the next scores start."""
     names = ["whole blocks", "causal"]
@@ -357,6 +368,8 @@ def test_no_wait_is_added(tmp_path):
 
 
 @pytest.mark.skipif(not _plugin(), reason="compiling for a GPU needs jax-cuda13-plugin of jax's version")
+@pytest.mark.compiled
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
 def test_the_slope_is_not_summed_where_it_is_packed(dims, tmp_path):
     """There XLA took 0.2 ms longer on an H200, of 1.5."""

@@ -94,7 +94,7 @@ def wait(processes, until):
         process.wait(timeout=max(1, until - time.monotonic()))
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_and_gradients(ring, count):
     processes = ring(count, "once")
     wait(processes, time.monotonic() + LIMIT)
@@ -103,6 +103,7 @@ def test_values_and_gradients(ring, count):
         assert "done" in ring.text(rank)
 
 
+@pytest.mark.slow
 def test_a_killed_process_fails_the_others(ring):
     """They end with an error, soon, instead of waiting for keys that never come."""
     processes = ring(3, "forever")
