@@ -10,7 +10,7 @@ from examples import each_example
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ejkernel import flash_attention, kernel_registry, ring_attention
+from ejkernel import Platform, flash_attention, kernel_registry, ring_attention
 from ejkernel.ops.flash_attention import OPERATION
 
 HOW = ("eager", "jit", "vmap", "shard_map")
@@ -55,6 +55,8 @@ def check(run, floats, how):
 @pytest.mark.parametrize("how", HOW)
 @each_case(named("everything", "everything_packed"))
 def test_flash_attention(subject, case, how):
+    if subject.platform in (Platform.PALLAS, Platform.CUDNN):
+        pytest.skip("JAX's own Pallas Mosaic GPU and custom partitioning, which cuDNN is reached by, keep tracers")
     arrays, statics = case.make(subject.dtype)
     floats = {name: arrays[name] for name in OPERATION.gradients if name in arrays}
 

@@ -112,7 +112,7 @@ def _any_in_step(flags: Array, step: int) -> Array:
     """Whether there is a flag in the step that begins at every eighth key: ``[B, keys / 8]``."""
     eights = jnp.pad(flags, ((0, 0), (0, -flags.shape[1] % CORE_ROWS))).reshape(flags.shape[0], -1, CORE_ROWS).max(2)
     window = step // CORE_ROWS
-    return lax.reduce_window(eights, 0, lax.max, (1, window), (1, 1), ((0, 0), (0, window - 1)))
+    return lax.reduce_window(eights, np.int32(0), lax.max, (1, window), (1, 1), ((0, 0), (0, window - 1)))
 
 
 def _step_table(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[Array, list[bool]]:

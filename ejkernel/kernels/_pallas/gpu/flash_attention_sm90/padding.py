@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -25,6 +26,7 @@ def without_padding(
     by weights, and replaces what it computes from such keys by -inf. ``by_kernel``: the kernel puts the zeros itself, and is
     told where: ``padding``, by key.
     """
+    arrays = _with_narrow_ids(arrays)
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
     dropped = 0
     if "kv_start" not in arrays:
@@ -45,6 +47,20 @@ def without_padding(
         of_keys = {"key", "value", "kv_segment_ids", "padding"} & arrays.keys()
         arrays = {**arrays, **{name: arrays[name][:, dropped:] for name in of_keys}}
     return arrays, dropped
+
+
+def _with_narrow_ids(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Ids of 64 bits as their ranks: kernels compare 32 bits, and two ids must not become one."""
+    names = ("q_segment_ids", "kv_segment_ids")
+    if names[0] not in arrays or arrays[names[0]].dtype.itemsize <= 4:
+        return arrays
+    every = jnp.sort(jnp.concatenate([arrays[name] for name in names], 1), axis=1)
+
+    def rank(ids):
+        found = jax.vmap(jnp.searchsorted)(every, ids).astype(jnp.int32)
+        return jnp.where(ids > 0, found + 1, 0).astype(jnp.int32)
+
+    return {**arrays, **{name: rank(arrays[name]) for name in names}}
 
 
 def seen_keys(start, stop, segments, kv_len: int) -> Array:

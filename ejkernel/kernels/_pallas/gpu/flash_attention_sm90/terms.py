@@ -195,13 +195,14 @@ def apply_mask(c: KernelConfig, s, stop, start, ids):
         return jnp.where(seen, s, -jnp.inf)
     given = {"stop": stop, "start": start, **dict(zip(("mine", "theirs"), ids or (), strict=False))}
     given = {name: x for name, x in given.items() if x is not None}
-    types = [plgpu.RefType() if name == "theirs" else BY_ROW for name in given]
+    names = tuple(given)  # JAX keeps the function below: it must not close over traced values
+    types = [plgpu.RefType() if name == "theirs" else BY_ROW for name in names]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=_array(s.shape))
     def compare(_, s, *values):
         # A lane has two neighbouring columns of every eight, and two rows: the fifth index of a register says which.
         lane_column = arith.muli(arith.remui(mgpu.thread_idx(), _constant(4)), _constant(2))
-        values = dict(zip(given, values, strict=True))
+        values = dict(zip(names, values, strict=True))
         theirs = values.pop("theirs", None)
         by_rows = {
             name: [x for register in value.registers.flat for x in _scalars(register)] for name, value in values.items()
