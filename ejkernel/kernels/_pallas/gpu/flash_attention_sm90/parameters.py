@@ -23,6 +23,9 @@ BACKWARD_BLOCK = ROWS * BACKWARD_CONSUMERS
 # Slots of the single kernel's ring: as many as fit into shared memory.
 BACKWARD_STAGES = 2
 
+# Keys a step, at most, by consumers: the compiler fails on longer ones, whose logits leave three of them too few registers.
+LARGEST_STEP = {1: 4 * ROWS, 2: 4 * ROWS, 3: 3 * ROWS}
+
 
 def _params(*sizes: int) -> FwdParams:
     return FwdParams(**dict(zip(READS, sizes, strict=True)))
@@ -72,7 +75,7 @@ def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
         params.num_warps and params.num_warps // WARPS_PER_WARPGROUP,
     ]
     consumers = min(MOST_CONSUMERS, max(1, min((x for x in asked if x is not None), default=2)))
-    step = min(4 * ROWS, max(CHUNK, (params.kv_blocksize or ROWS) // CHUNK * CHUNK))
+    step = min(LARGEST_STEP[consumers], max(CHUNK, (params.kv_blocksize or ROWS) // CHUNK * CHUNK))
     own = dim + value_dim if value_dim != dim or narrow(dim, value_dim) else dim
     # Elements of 16 bits. Of three warpgroups at 256, two slots of 16 keys still fit.
     room = (SHARED_MEMORY - RESERVED) // 2 - consumers * ROWS * own
