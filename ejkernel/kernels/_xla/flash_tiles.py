@@ -21,7 +21,7 @@ class FlashTiles(HeadTiles):
     """One call's geometry and the loads that depend on it."""
 
     @classmethod
-    def make(cls, arrays: dict[str, Array], spec: Any, params: Any) -> FlashTiles:
+    def make(cls, arrays: dict[str, Any], spec: Any, params: Any) -> FlashTiles:
         batch, q_len, q_heads, _ = arrays["query"].shape
         kv_len, kv_heads = arrays["key"].shape[1:3]
         g = q_heads // kv_heads

@@ -25,7 +25,7 @@ def vary_over(array: Array, axes: frozenset[str]) -> Array:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
-def full_beside(like: Array, shape: tuple[int, ...], fill: float, dtype: Any) -> Array:
+def full_beside(like: Array, shape: tuple[int, ...], fill: float | int, dtype: Any) -> Array:
     """A constant that varies as an input does: under ``shard_map`` a loop's carry must vary as the results put into it."""
     return vary_over(jnp.full(shape, fill, dtype), varying_axes(like))
 
