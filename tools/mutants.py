@@ -6,8 +6,8 @@
     python tools/mutants.py --full NAME ...      # `make test-full` instead, for what `make test` misses
     python tools/mutants.py --check              # that every fault still fits the code; runs no test
 
-A fault is planted in a copy of the tracked files, never in the working tree. The commands are those of the Makefile, as
-``make -n`` prints them. Of a lane's tests the likely files run first, the others only if those pass. A test that fails
+A fault is planted in a copy of the tracked files, never in the working tree. The marker expressions are those of the
+Makefile. Of a lane's tests the likely files run first, the others only if those pass. A test that fails
 without the fault too catches nothing: it is left out, and named at the end.
 
 Lanes: ``plain`` is the main process of ``make test``, ``triton`` the one with ``TRITON_INTERPRET=1``, ``mosaic`` the main
@@ -20,7 +20,6 @@ import argparse
 import fnmatch
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -123,41 +122,10 @@ class Command:
         return not self.files or any(Path(test).is_relative_to(file) for file in self.files)
 
 
-def commands(target: str, venv: str, interpreted: bool) -> list[Command]:
-    """The runs of pytest in a target of the Makefile, with Triton's interpreter or without."""
-    printed = subprocess.run(
-        ["make", "--no-print-directory", "-n", target, f"VENV={venv}"], cwd=ROOT, capture_output=True, text=True
-    )
-    if printed.returncode:
-        sys.exit(f"make -n {target} failed:\n{printed.stderr}")
-    found = []
-    for line in printed.stdout.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words = list(lexer)
-        for at in (i for i, word in enumerate(words) if word == "pytest" and words[i - 1] == "-m"):
-            first = next((i for i in range(at - 3, -1, -1) if not re.match(r"\w+=", words[i])), -1) + 1
-            stop = next((i for i in range(at, len(words)) if set(words[i]) <= set(";&|()")), len(words))
-            found.append(_command(dict(word.split("=", 1) for word in words[first : at - 2]), words[at + 1 : stop]))
-    found = [command for command in found if ("TRITON_INTERPRET" in command.variables) == interpreted]
-    if not found:
-        sys.exit(f"make -n {target} prints no pytest {'with' if interpreted else 'without'} TRITON_INTERPRET")
-    return found
-
-
-def _command(variables: dict[str, str], arguments: list[str]) -> Command:
-    """Without the number of processes, which is ours to say."""
-    options, files, words = [], [], iter(arguments)
-    for word in words:
-        if word in ("-n", "--numprocesses"):
-            next(words)
-        elif word in ("-m", "-k"):
-            options += [word, next(words)]
-        elif word.startswith("-"):
-            options.append(word)
-        else:
-            files.append(word)
-    return Command(variables, tuple(options), tuple(files))
+def commands(target: str, interpreted: bool) -> list[Command]:
+    """The run of pytest in ``make test`` or ``make test-full``, with Triton's interpreter or without."""
+    variables = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"} if interpreted else {}
+    return [Command(variables, ("-m", "not slow") if target == "test" else (), ("tests",))]
 
 
 # Running
@@ -213,7 +181,7 @@ class Runner:
         """Those of a lane; asked of make once."""
         with self._lock:
             if lane not in self._commands:
-                self._commands[lane] = commands(self.target, str(self.venv(lane)), lane == "triton")
+                self._commands[lane] = commands(self.target, lane == "triton")
             return self._commands[lane]
 
     def environment(self, tree: Path, command: Command) -> dict[str, str]:
