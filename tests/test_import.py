@@ -14,6 +14,7 @@ OPTIONAL = [
     "transformers",
     "matplotlib",
     "pandas",
+    "jinja2",
     "rich",
     "typer",
     "psutil",
