@@ -347,3 +347,13 @@ def test_tuning(is_packed):
 def test_every_feature_has_an_example():
     used = {feature for example in examples_mean_pooling.EXAMPLES for feature in example.features}
     assert used == set(ejkernel.kernel_registry.operation("mean_pooling").features)
+
+
+def test_nan_in_masked_tokens_reaches_neither_means_nor_gradients():
+    mask = np.array([[1, 1, 0, 0], [1, 0, 1, 0]], bool)
+    x = jnp.where(mask[..., None], jax.random.normal(jax.random.key(0), (2, 4, 3)), jnp.nan)
+    clean = jnp.where(mask[..., None], x, 0)
+    found, grads = jax.value_and_grad(lambda x: mean_pooling(x, mask).sum())(x)
+    expected, clean_grads = jax.value_and_grad(lambda x: mean_pooling(x, mask).sum())(clean)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(grads, clean_grads)

@@ -544,3 +544,12 @@ def test_a_plain_function_cannot_do_steps():
         assert "which ring_attention is made of" in str(told)
     finally:
         kernel_registry.unregister(plain)
+
+
+def test_a_window_that_begins_inside_a_shard():
+    """20 keys back from a shard of 16 reach into the one before the last."""
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 64, 2, 8)) for i in range(3))
+    found = ring_attention(q, k, v, sliding_window=(20, 0), mesh=mesh)
+    expected = flash_attention(q, k, v, causal=True, sliding_window=(20, 0))
+    assert_close(found, expected, "float32")
