@@ -482,3 +482,12 @@ def test_the_environment_does_not_tune_what_is_not_here(monkeypatch):
     assert explain(FLASH, x, x, x, device="nvidia-h200").chosen.source == "heuristic"
     with target("tpu-v5e"):
         assert explain(FLASH, x, x, x).chosen.source == "heuristic"
+
+
+@pytest.mark.usefixtures("two_parameters", "timed")
+def test_a_new_version_of_a_kernel_is_not_measured_yet(monkeypatch):
+    autotune(flash_attention)(X, X, X)
+    assert explain(FLASH, X, X, X).chosen.source == "memory"
+    monkeypatch.setattr(xla().kernel, "version", xla().version + 1)
+    chain.forget()
+    assert explain(FLASH, X, X, X).chosen.source == "heuristic"
