@@ -26,8 +26,10 @@ _HOMES = {
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
     "kernel_registry": "ejkernel.contracts.registry",
     "mean_pooling": "ejkernel.ops.mean_pooling",
+    "merge_attention": "ejkernel.ops.merge_attention",
     "overlay": "ejkernel.ops.config.context",
     "page_attention": "ejkernel.ops.page_attention",
+    "page_update": "ejkernel.ops.page_update",
     "recurrent": "ejkernel.ops.recurrent",
     "ring_attention": "ejkernel.ops.ring_attention",
     "ring_shard": "ejkernel.ops.ring_attention",
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
     from ejkernel.ops.flash_attention import flash_attention
     from ejkernel.ops.grouped_matmul import grouped_matmul
     from ejkernel.ops.mean_pooling import mean_pooling
+    from ejkernel.ops.merge_attention import merge_attention
     from ejkernel.ops.page_attention import page_attention
+    from ejkernel.ops.page_update import page_update
     from ejkernel.ops.recurrent import recurrent
     from ejkernel.ops.ring_attention import ring_attention, ring_shard, ring_unshard
 

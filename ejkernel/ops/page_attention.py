@@ -1,4 +1,4 @@
-"""``page_attention``: one token a sequence against keys and values kept in pages."""
+"""``page_attention``: the newest tokens of sequences against keys and values kept in pages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ from ejkernel.contracts.params import FwdParams
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.attention import AttentionChecker, joined_sinks, nbytes, statistics_dtype, window_words
-from ejkernel.ops.core.checks import is_array
 from ejkernel.ops.core.operation import AnyArray, Operation
-from ejkernel.utils.values import concrete
-
-# Cache dtypes that may stand beside a query of another dtype, and the feature each one asks of a kernel.
-NARROW_CACHES = {"int8": "int8_cache", "float8_e4m3fn": "fp8_cache", "float8_e5m2": "fp8_cache"}
+from ejkernel.ops.paging import (
+    NARROW_CACHES,
+    as_factor,
+    check_caches,
+    check_factor,
+    check_placement,
+    check_placement_values,
+    placement,
+)
 
 _check = AttentionChecker("page_attention")
 
 
 def page_attention(
-    query: Float[AnyArray, "batch heads head_dim"],
+    query: Float[AnyArray, "tokens heads head_dim"],
     key_cache: Num[AnyArray, "num_blocks kv_heads block_size head_dim"],
     value_cache: Num[AnyArray, "num_blocks kv_heads block_size value_dim"],
     context_lens: Integer[AnyArray, " batch"],
@@ -40,6 +44,7 @@ def page_attention(
     softmax_scale: float | int | None = None,
     block_size: int | np.integer | None = None,
     *,
+    cum_seqlens_q: Integer[AnyArray, " offsets"] | None = None,
     sliding_window: int | np.integer | Sequence[int | None] | None = None,
     logits_soft_cap: float | int | None = None,
     softmax_aux: Float[AnyArray, "..."] | None = None,
@@ -49,14 +54,17 @@ def page_attention(
     return_lse: bool = False,
     platform: Platform | str | None = None,
     backend: Backend | str | None = None,
-) -> Float[Array, "batch heads value_dim"] | tuple[Array, Array]:
-    """Decoding: the newest token of each sequence attends to its context, which lies in pages of a shared cache.
+) -> Float[Array, "tokens heads value_dim"] | tuple[Array, Array]:
+    """Serving: the newest tokens of each sequence attend to its context, which lies in pages of a shared cache.
+
+    One token a sequence is decoding; with ``cum_seqlens_q`` each sequence has as many as it likes: chunked prefill,
+    speculation, and batches that mix them with decoding.
 
     Token ``t`` of sequence ``b`` is at ``cache[block_tables[b, t // block_size], :, t % block_size]``. Pages that a sequence
     does not own are never read, and one compilation serves all lengths.
 
     Args:
-        query: ``[B, H, D]``, the last token of each context.
+        query: ``[B, H, D]``, the last token of each context; with ``cum_seqlens_q`` ``[T, H, D]``.
         key_cache: ``[num_blocks, Hkv, block_size, D]``; ``H`` is a multiple of ``Hkv`` and query head ``h`` uses key head
             ``h // (H / Hkv)``. Of the query's dtype, or int8, float8_e4m3fn or float8_e5m2.
         value_cache: ``[num_blocks, Hkv, block_size, Dv]``, of the key cache's dtype.
@@ -65,17 +73,20 @@ def page_attention(
             may those of pages that the window leaves out wholly.
         softmax_scale: default ``D ** -0.5``.
         block_size: the caches' own says the same; given, it must agree.
-        sliding_window: ``(left, right)`` or an int for both: keys from ``len - 1 - left`` on are seen. Nothing lies to the
-            right of the last token.
+        cum_seqlens_q: ``[B + 1]`` offsets into a packed query: sequence ``b`` has the tokens from ``cum_seqlens_q[b]`` to
+            ``cum_seqlens_q[b + 1]``, the last ``n`` of its context. Token ``i`` of them sees keys up to
+            ``len - n + i``. Tokens past the last offset are padding and give 0.
+        sliding_window: ``(left, right)`` or an int for both: a token at position ``p`` sees keys from ``p - left`` on, and none
+            to its right.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
         softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``: they join the softmax's denominator alone.
         k_scale, v_scale: what stored keys and values are multiplied by, a scalar or ``[Hkv]``; default 1.
         num_splits: into how many ranges, computed apart and merged, a context is cut. It changes the speed alone.
-        return_lse: also return the log-sum-exp of the logits, ``[B, H]``, float32, sinks included.
+        return_lse: also return the log-sum-exp of the logits, ``[B, H]`` (``[T, H]``), float32, sinks included.
         platform, backend: run exactly this implementation, or raise.
 
     Returns:
-        ``[B, H, Dv]`` in the query's dtype, or ``(out, lse)``. Query, caches of the query's dtype, softmax_aux, k_scale and
+        ``[B, H, Dv]`` (``[T, H, Dv]``) in the query's dtype, or ``(out, lse)``. Query, caches of the query's dtype, softmax_aux, k_scale and
         v_scale have gradients, and so has the lse.
 
     Example:
@@ -86,18 +97,12 @@ def page_attention(
         >>> page_attention(jnp.ones((2, 4, 8)), cache, cache, jnp.array([40, 7]), tables).shape
         (2, 4, 8)
     """
-    return OPERATION({**locals(), "k_scale": _factor(k_scale), "v_scale": _factor(v_scale)})
-
-
-def _factor(scale: Any) -> Any:
-    """A Python number as an array."""
-    plain = isinstance(scale, numbers.Real) and not isinstance(scale, bool | np.generic)
-    return np.float64(scale) if plain else scale
+    return OPERATION({**locals(), "k_scale": as_factor(k_scale), "v_scale": as_factor(v_scale)})
 
 
 @dataclass(frozen=True)
 class PageSpec:
-    """What to compute, beside the arrays. ``left``: how many keys before the last one are seen, None for all."""
+    """What to compute, beside the arrays. ``left``: how many keys before its own a token sees, None for all."""
 
     left: int | None
     softmax_scale: float
@@ -105,16 +110,18 @@ class PageSpec:
 
 
 class PageAttention(Operation):
-    """Arrays for kernels, each with a batch axis in front:
+    """Arrays for kernels, each with an axis in front for the examples of a vmap, ``N``, which is 1 without one:
 
-    ``query`` ``[B, H, D]``; ``key_cache``, ``value_cache`` ``[1, num_blocks, Hkv, block_size, D]``, always of batch 1;
-    ``context_lens`` int32 ``[B]``, from 0 to the table's end; ``block_tables`` int32 ``[B, max_blocks]`` as passed, garbage
-    included; ``softmax_aux`` ``[B|1, H]``, the sinks' log-sum-exp; ``k_scale``, ``v_scale`` ``[B|1, Hkv]``. The last three
-    are of the lse's dtype.
+    ``query`` ``[N, T, H, D]``; ``key_cache``, ``value_cache`` ``[1, num_blocks, Hkv, block_size, D]``, always shared;
+    ``context_lens`` int32 ``[N, B]``, from 0 to the table's end; ``block_tables`` int32 ``[N, B, max_blocks]`` as passed, garbage
+    included; ``query_starts`` int32 ``[N, B + 1]``: where the tokens of each sequence begin, never less than the one before, at most ``T`` (tokens before the first and past the last are padding); without it ``T`` is ``B`` and token ``b`` is that of sequence ``b``; ``softmax_aux`` ``[N|1, H]``, the
+    sinks' log-sum-exp; ``k_scale``, ``v_scale`` ``[N|1, Hkv]``. The last three are of the lse's dtype. Output
+    ``[N, T, H, Dv]``, lse ``[N, T, H]``.
     """
 
     name = "page_attention"
     features: ClassVar[dict[str, str]] = {
+        "varlen": "several query tokens a sequence (cum_seqlens_q)",
         "window": "a sliding window; pages wholly outside of it are not read",
         "soft_cap": "soft-capped logits",
         "sinks": "attention sinks (softmax_aux)",
@@ -131,20 +138,20 @@ class PageAttention(Operation):
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, Python numbers arrays where arrays are meant."""
         arguments = super().normalise(arguments)
-        return {name: _factor(x) if name in ("k_scale", "v_scale") else x for name, x in arguments.items()}
+        return {name: as_factor(x) if name in ("k_scale", "v_scale") else x for name, x in arguments.items()}
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
         a = arguments
         query, keys, values, tables = a["query"], a["key_cache"], a["value_cache"], a["block_tables"]
         self._check_main_arrays(query, keys, values)
-        batch, heads, head_dim = query.shape
+        tokens, heads, head_dim = query.shape
         _, kv_heads, block_size, value_dim = values.shape
-        self._check_placement(a["context_lens"], tables, batch)
+        batch = check_placement(_check, a["context_lens"], tables, a["cum_seqlens_q"], tokens)
         self._check_counts(a["block_size"], a["num_splits"], block_size)
         _check.sinks(a["softmax_aux"], heads)
         for name in ("k_scale", "v_scale"):
-            self._check_factor(name, a[name], kv_heads)
+            check_factor(_check, name, a[name], kv_heads)
         window = _check.window("sliding_window", a["sliding_window"])
         _check.flag("return_lse", a["return_lse"])
         capacity = tables.shape[1] * block_size
@@ -154,7 +161,9 @@ class PageAttention(Operation):
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
         )
         cache_dtype = jnp.dtype(keys.dtype).name
+        packed = a["cum_seqlens_q"] is not None
         used = {
+            "varlen": (packed, "cum_seqlens_q"),
             "window": (window[0] is not None, "sliding_window"),
             "soft_cap": (spec.logits_soft_cap is not None, "logits_soft_cap"),
             "sinks": (a["softmax_aux"] is not None, "softmax_aux"),
@@ -181,6 +190,7 @@ class PageAttention(Operation):
                 ("value_dim", value_dim),
                 ("block_size", block_size),
                 ("group", heads // kv_heads),
+                ("q_len", power_of_two(-(-tokens // max(1, batch))) if packed else 1),
                 ("heads", power_of_two(batch * kv_heads)),
                 ("kv_len", power_of_two(capacity)),
                 ("window", window_words((spec.left, 0))),
@@ -193,30 +203,11 @@ class PageAttention(Operation):
         _check.array("query", query, "[batch, heads, head_dim]", ranks=(3,), kinds=(jnp.floating,))
         if 0 in query.shape[1:]:
             _check.fail("query", query, "[batch, heads, head_dim] with every size but the batch at least 1")
-        for name, array, last in (("key_cache", keys, "head_dim"), ("value_cache", values, "value_dim")):
-            layout = f"[num_blocks, kv_heads, block_size, {last}]"
-            _check.array(name, array, layout, ranks=(4,), kinds=(jnp.floating, jnp.integer))
-            if 0 in array.shape[1:]:
-                _check.fail(name, array, f"{layout} with every size but the number of blocks at least 1")
-        if keys.dtype != query.dtype and jnp.dtype(keys.dtype).name not in NARROW_CACHES:
-            _check.fail("key_cache", keys, f"the query's dtype, {query.dtype}, or one of {', '.join(NARROW_CACHES)}")
-        if values.dtype != keys.dtype:
-            _check.fail("value_cache", values, f"the key cache's dtype, {keys.dtype}: cast one of them")
+        check_caches(_check, keys, values, query.dtype)
         if keys.shape[3] != query.shape[2]:
             _check.fail("key_cache", keys, f"the query's head dim, {query.shape[2]}, as its last size")
-        if values.shape[:3] != keys.shape[:3]:
-            _check.fail("value_cache", values, f"the key cache's blocks, heads and block size, {list(keys.shape[:3])}")
         if query.shape[1] % keys.shape[1]:
             _check.fail("query", query, f"a number of heads that is a multiple of the key cache's {keys.shape[1]}")
-
-    def _check_placement(self, lens: Any, tables: Any, batch: int) -> None:
-        for name, array, layout, ranks in (
-            ("context_lens", lens, f"[{batch}] integers", (1,)),
-            ("block_tables", tables, f"[{batch}, max_blocks] integers", (2,)),
-        ):
-            _check.array(name, array, layout, ranks=ranks, kinds=(jnp.integer,))
-            if array.shape[0] != batch:
-                _check.fail(name, array, f"{layout}, as the query's batch is")
 
     def _check_counts(self, block_size: Any, splits: Any, actual: int) -> None:
         if block_size is not None and (not _is_whole(block_size) or block_size != actual):
@@ -224,58 +215,27 @@ class PageAttention(Operation):
         if splits is not None and (not _is_whole(splits) or splits < 1):
             _check.fail("num_splits", splits, "an int ≥ 1, or None to leave the choice to the library")
 
-    def _check_factor(self, name: str, scale: Any, kv_heads: int) -> None:
-        if scale is None:
-            return
-        layout = f"a scalar or [{kv_heads}], one a key head"
-        _check.array(name, scale, layout, ranks=(0, 1), kinds=(jnp.floating,))
-        if scale.shape not in ((), (kv_heads,)):
-            _check.fail(name, scale, layout)
-
     def check_values(self, a: dict[str, Any]) -> None:
-        """Concrete lengths must fit the table, and concrete entries that are needed must name a block."""
-        lens, tables, cache = concrete(a["context_lens"]), concrete(a["block_tables"]), a["key_cache"]
-        shapes = [len(x.shape) if is_array(x) else 0 for x in (a["context_lens"], a["block_tables"], cache)]
-        if lens is None or shapes != [1, 2, 4] or not lens.size or lens.dtype.kind not in "iu" or 0 in cache.shape[1:]:
-            return
-        blocks, _, block_size, _ = cache.shape
-        longest = a["block_tables"].shape[1] * block_size
-        if lens.min() < 0 or lens.max() > longest:
-            _check.fail(
-                "context_lens",
-                a["context_lens"],
-                f"lengths from 0 to {longest}, which is max_blocks × block_size; they are {_shown(lens)}",
-            )
-        if tables is None or tables.shape[0] != lens.size or tables.dtype.kind not in "iu":
-            return
+        """Concrete offsets, lengths and table entries must lie where they may."""
         window = a["sliding_window"]
         left, _ = _check.window("sliding_window", tuple(window) if isinstance(window, list) else window)
-        lens = lens.astype(np.int64)[:, None]
-        first = np.zeros_like(lens) if left is None else np.maximum(lens - 1 - left, 0) // block_size
-        slot = np.arange(tables.shape[1])
-        wrong = (slot >= first) & (slot * block_size < lens) & ((tables < 0) | (tables >= blocks))
-        if wrong.any():
-            row, column = np.argwhere(wrong)[0]
-            _check.fail(
-                "block_tables",
-                a["block_tables"],
-                f"blocks from 0 to {blocks - 1} wherever a context has tokens; [{row}, {column}] is {tables[row, column]} "
-                f"and context {row} has {lens[row, 0]} tokens",
-            )
+        check_placement_values(_check, a, a["query"], left)
 
     def prepare(self, arguments: dict[str, Any], spec: PageSpec) -> dict[str, Array]:
         """The kernels' arrays; see the class."""
         a = arguments
-        query, tables, lens = a["query"], jnp.asarray(a["block_tables"]), jnp.asarray(a["context_lens"])
+        query = a["query"]
         kv_heads, block_size = a["key_cache"].shape[1:3]
-        # A traced length cannot be refused; it must still not lead out of the table.
-        lens = lens if lens.dtype.itemsize >= 4 else lens.astype(jnp.int32)
         arrays = {
-            "query": query,
+            "query": query[None],
             "key_cache": a["key_cache"][None],
             "value_cache": a["value_cache"][None],
-            "context_lens": jnp.clip(lens, 0, tables.shape[1] * block_size).astype(jnp.int32),
-            "block_tables": tables.astype(jnp.int32),
+            **{
+                name: array[None]
+                for name, array in placement(
+                    a["context_lens"], a["block_tables"], a["cum_seqlens_q"], query.shape[0], block_size
+                ).items()
+            },
         }
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
@@ -293,17 +253,20 @@ class PageAttention(Operation):
         batch, heads, _ = query.shape
         out = jnp.zeros((batch, heads, arguments["value_cache"].shape[3]), query.dtype)
         if sinks is None:
-            return self.finish(arguments, out, jnp.full((batch, heads), -jnp.inf, statistics_dtype(query)))
-        return self.finish(arguments, out, jnp.broadcast_to(joined_sinks(sinks, query), (batch, heads)))
+            return self._result(arguments, out, jnp.full((batch, heads), -jnp.inf, statistics_dtype(query)))
+        return self._result(arguments, out, jnp.broadcast_to(joined_sinks(sinks, query), (batch, heads)))
 
     def finish(self, arguments: dict[str, Any], out: Any, lse: Any) -> Any:
-        """The output, with the lse if it was asked for."""
+        """The output of the only example, with the lse if it was asked for."""
+        return self._result(arguments, out[0], lse[0])
+
+    def _result(self, arguments: dict[str, Any], out: Any, lse: Any) -> Any:
         return (out, lse) if arguments["return_lse"] else out
 
     def result_specs(self, arguments: dict[str, Any], spec: tuple) -> Any:
         """Output and lse as the query is partitioned, but for the head dim."""
         batch, heads, _ = spec
-        return self.finish(arguments, PartitionSpec(batch, heads), PartitionSpec(batch, heads))
+        return self._result(arguments, PartitionSpec(batch, heads), PartitionSpec(batch, heads))
 
     def run_backward(self, chosen: Any, wanted: frozenset[str], arrays: dict[str, Any], *rest: Any) -> dict:
         """As the base class; a cache of 8 bits has no gradient worth its rounding."""
@@ -322,22 +285,25 @@ class PageAttention(Operation):
         return frozenset(name for name in names if jnp.dtype(arguments[name].dtype).name not in NARROW_CACHES)
 
     def folds(self, names: frozenset[str]) -> bool:
-        """A cache serves the whole batch, so one an example cannot be part of it."""
+        """A cache serves all examples, so one an example cannot be part of them."""
         return not names & {"key_cache", "value_cache"}
 
     def work(self, call: Call) -> Cost:
         """Two products a pair forward, five backward; the pages are read once. Lengths are data: the whole table counts."""
         query, keys, values = (call.shapes[name] for name in ("query", "key_cache", "value_cache"))
-        batch, heads, head_dim = query.shape
+        examples, tokens, heads, head_dim = query.shape
         _, blocks, _, block_size, value_dim = values.shape
-        max_blocks = call.shapes["block_tables"].shape[1]
+        _, batch, max_blocks = call.shapes["block_tables"].shape
         left = call.spec.left
-        seen = max_blocks * block_size if left is None else left + 1
-        read_blocks = batch * min(max_blocks, -(-seen // block_size))
+        longest = max_blocks * block_size
+        average = -(-tokens // batch)
+        seen = longest if left is None else left + average
+        read_blocks = examples * batch * min(max_blocks, -(-seen // block_size))
         pages = read_blocks * (nbytes(keys) + nbytes(values)) // blocks
         small = sum(nbytes(array) for name, array in call.shapes.items() if not name.endswith("_cache"))
-        out_bytes = batch * heads * value_dim * query.dtype.itemsize
-        pairs = batch * heads * seen
+        out_bytes = examples * tokens * heads * value_dim * query.dtype.itemsize
+        # A token sees half of the tokens of its own chunk in the mean.
+        pairs = examples * tokens * heads * max(1, (longest if left is None else left + 1) - (average - 1) // 2)
         return Cost(
             flops=2 * pairs * (head_dim + value_dim),
             bytes=pages + small + out_bytes,
@@ -346,13 +312,16 @@ class PageAttention(Operation):
         )
 
     def sample(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        """Random numbers, full contexts, pages in no order."""
+        """Random numbers, full contexts with equally many queries, pages in no order."""
         keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
         blocks, _, block_size = shapes["key_cache"].shape[1:4]
 
         def make(name: str, like: jax.ShapeDtypeStruct) -> Array:
             if name == "context_lens":
-                return jnp.full(like.shape, shapes["block_tables"].shape[1] * block_size, like.dtype)
+                return jnp.full(like.shape, shapes["block_tables"].shape[2] * block_size, like.dtype)
+            if name == "query_starts":
+                tokens, batch = shapes["query"].shape[1], like.shape[1] - 1
+                return jnp.broadcast_to(jnp.arange(batch + 1) * tokens // max(1, batch), like.shape).astype(like.dtype)
             if name == "block_tables":
                 count = math.prod(like.shape)
                 order = jax.random.permutation(keys[name], max(count, blocks))[:count]
@@ -367,16 +336,13 @@ class PageAttention(Operation):
 
 
 def _has_work(arguments: dict[str, Any]) -> bool:
-    """Whether there are sequences, entries in their tables, and pages."""
-    return bool(math.prod(arguments["block_tables"].shape) and arguments["key_cache"].shape[0])
+    """Whether there are tokens, sequences, entries in their tables, and pages."""
+    sizes = (*arguments["block_tables"].shape, arguments["key_cache"].shape[0], arguments["query"].shape[0])
+    return bool(math.prod(sizes))
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.bool_)
-
-
-def _shown(values: np.ndarray) -> str:
-    return np.array2string(values, threshold=8)
 
 
 OPERATION = PageAttention(page_attention)

@@ -1,14 +1,15 @@
 """Two ways to go over the pages of all contexts, with the same steps; dimension names as in ``pages.py``.
 
-- ``OneSequenceWalk``: sequence after sequence, several pages a step, copied side by side and multiplied by matrix products.
+- ``OneSequenceWalk``: tile after tile, several pages a step, copied side by side and multiplied by matrix products.
   The work is that of the sum of lengths. For one CPU.
-- ``AllSequencesWalk``: every sequence in each step. Products are multiplications and sums: a CPU's compiler fuses the gather
+- ``AllSequencesWalk``: every tile in each step. Products with one token a tile are multiplications and sums: a CPU's compiler fuses the gather
   of the pages into them, others may store a step's pages, so a step is kept small. The work is that of the longest context.
   For accelerators, and for arrays that are spread over devices.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -17,18 +18,19 @@ from ejkernel.kernels._xla.primitives import dot, load, store
 
 
 class OneSequenceWalk(PageWalk):
-    """One sequence at a time; see the module."""
+    """One tile at a time; see the module."""
 
     def place(self, b, page, stop) -> Place:
-        """The pages from ``page`` on that belong to sequence ``b``."""
+        """The pages from ``page`` on that belong to tile ``b``."""
         slots = [page + j for j in range(self.n)]
         last = self.arrays["block_tables"].shape[1] - 1
         entries = [load(self.arrays["block_tables"], (b, jnp.minimum(i, last)), (1, 1))[0, 0] for i in slots]
         owned = [i < stop for i in slots]
         blocks = [self.safe_blocks(*pair) for pair in zip(entries, owned, strict=True)]
         key = page * self.block_size + jnp.arange(self.n * self.block_size, dtype=jnp.int32)
-        end = jnp.minimum(_row(self.arrays["context_lens"], b), stop * self.block_size)
-        return Place(blocks, owned, (key >= _row(self.first_keys(), b)) & (key < end))
+        low = _row(self.first_keys(), b)[:, None]
+        high = jnp.minimum(_row(self.row_stops(), b), stop * self.block_size)[:, None]
+        return Place(blocks, owned, (key >= low) & (key < high), (key >= low.min()) & (key < high.max()))
 
     def read(self, cache: Array, place: Place) -> Array:
         """``[h, t, d]``."""
@@ -37,7 +39,7 @@ class OneSequenceWalk(PageWalk):
         return jnp.concatenate(pages, 1).astype(self.acc)
 
     def hidden(self, place: Place, tokens: Array) -> Array:
-        return jnp.where(place.seen[:, None], tokens, 0)
+        return jnp.where(place.used[:, None], tokens, 0)
 
     def scores(self, rows: Array, tokens: Array) -> Array:
         """``[h, g, d] · [h, t, d]`` → ``[h, g, t]``."""
@@ -57,7 +59,7 @@ class OneSequenceWalk(PageWalk):
         return lax.fori_loop(jnp.int32(0), count, lambda i, state: step(start + i * self.n, state), state)
 
     def contexts(self, query: Array) -> tuple[Array, ...]:
-        """The softmax's state after each split of each context, ``[B, s, h, g, …]``."""
+        """The softmax's state after each split of each context, ``[b, s, h, g, …]``."""
         starts, stops = self.ranges()
         rows = (self.batch * self.splits, self.kv_heads, self.group)
         dim = self.arrays["value_cache"].shape[4]
@@ -80,7 +82,7 @@ class OneSequenceWalk(PageWalk):
         return tuple(x.reshape(self.batch, self.splits, *x.shape[1:]) for x in states)
 
     def gradients(self, query: Array, dout: Array, lse: Array, slope: Array, wanted: frozenset[str]) -> tuple:
-        """As ``blank_gradients``, filled; the value scale's are one a sequence and head."""
+        """As ``blank_gradients``, filled; the value scale's are one a row."""
         starts, stops = self.ranges()
         scale = jnp.broadcast_to(jnp.asarray(self.factor("v_scale"), self.acc), (self.batch, self.kv_heads, 1, 1))
 
@@ -122,20 +124,28 @@ class OneSequenceWalk(PageWalk):
 
 
 class AllSequencesWalk(PageWalk):
-    """Every sequence in each step; see the module. Arrays have axes ``[b, s]`` in front."""
+    """Every tile in each step; see the module. Arrays have axes ``[b, s]`` in front."""
 
     def place(self, page, stop) -> Place:
         """The pages from ``page [b, s]`` on."""
-        tables, lens = self.arrays["block_tables"], self.arrays["context_lens"]
+        tables = self.arrays["block_tables"]
         slot = page[..., None] + jnp.arange(self.n, dtype=jnp.int32)
         owned = slot < stop[..., None]
         within = jnp.minimum(slot, tables.shape[1] - 1)
         entries = jnp.take_along_axis(tables, within.reshape(self.batch, -1), 1).reshape(slot.shape)
         key = (slot * self.block_size)[..., None] + jnp.arange(self.block_size, dtype=jnp.int32)
-        low, high = (x[:, None, None, None] for x in (self.first_keys(), lens))
-        seen = owned[..., None] & (key >= low) & (key < high)
-        seen = seen.reshape(*page.shape, 1, 1, -1)
-        return Place(self.safe_blocks(entries, owned), owned, seen)
+        low, high = self.first_keys(), self.row_stops()
+
+        def between(low, high):
+            return (owned[..., None] & (key >= low) & (key < high)).reshape(*page.shape, -1)
+
+        used = between(*(x[:, None, None, None] for x in (low.min(1), high.max(1))))
+        if self.tile == 1:
+            seen = used[:, :, None, None]
+        else:
+            rows = [x.T[:, :, None, None, None] for x in (low, high)]
+            seen = jnp.moveaxis(jax.vmap(between)(*rows), 0, 2)[:, :, None]
+        return Place(self.safe_blocks(entries, owned), owned, seen, used)
 
     def read(self, cache: Array, place: Place) -> Array:
         """``[b, s, n, h, t, d]``."""
@@ -143,17 +153,22 @@ class AllSequencesWalk(PageWalk):
         return pages.astype(self.acc)
 
     def hidden(self, place: Place, tokens: Array) -> Array:
-        seen = place.seen.reshape(*tokens.shape[:3], 1, self.block_size, 1)
-        return jnp.where(seen, tokens, 0)
+        used = place.used.reshape(*tokens.shape[:3], 1, self.block_size, 1)
+        return jnp.where(used, tokens, 0)
 
     def scores(self, rows: Array, tokens: Array) -> Array:
         """``[b, s, h, g, t]`` of all the step's tokens."""
+        if self.tile > 1:
+            s = jnp.einsum("bzhgd,bsnhtd->bshgnt", rows, tokens, precision=lax.Precision.HIGHEST)
+            return s.reshape(*s.shape[:4], -1)
         products = rows[:, :, None, :, :, None] * tokens[:, :, :, :, None]
         s = jnp.moveaxis(products.sum(-1), 2, 4)
         return s.reshape(*s.shape[:4], -1)
 
     def mix(self, weights: Array, tokens: Array) -> Array:
         """``[b, s, h, g, d]``."""
+        if self.tile > 1:
+            return jnp.einsum("bsnhgt,bsnhtd->bshgd", self.by_page(weights), tokens, precision=lax.Precision.HIGHEST)
         return (self.by_page(weights)[..., None] * tokens[:, :, :, :, None]).sum((2, 5))
 
     def spread(self, weights: Array, rows: Array) -> Array:
@@ -175,14 +190,14 @@ class AllSequencesWalk(PageWalk):
         )
 
     def contexts(self, query: Array) -> tuple[Array, ...]:
-        """The softmax's state after each split of each context, ``[B, s, h, g, …]``."""
+        """The softmax's state after each split of each context, ``[b, s, h, g, …]``."""
         rows = (self.batch, self.splits, self.kv_heads, self.group)
         state = self.full(rows, -jnp.inf), self.full(rows, 0)
         state = (*state, self.full((*rows, self.arrays["value_cache"].shape[4]), 0))
         return self.steps(lambda place, state: self.attend(place, query[:, None], state), state)
 
     def gradients(self, query: Array, dout: Array, lse: Array, slope: Array, wanted: frozenset[str]) -> tuple:
-        """As ``blank_gradients``, filled; the value scale's are one a sequence and head."""
+        """As ``blank_gradients``, filled; the value scale's are one a row."""
         query, dout, lse, slope = (x[:, None] for x in (query, dout, lse, slope))
         factor = self.factor("v_scale")
         v_scale = factor[:, None] if isinstance(factor, Array) else factor

@@ -1,7 +1,8 @@
 """The geometry of paged attention in XLA: which pages a step reads and what it makes of them.
 
-Dimension names: ``b`` sequences, ``s`` splits of a context, ``n`` pages a step, ``h`` key heads, ``g`` query heads a key head,
-``t`` tokens (of a page, or of all pages of a step).
+Dimension names: ``b`` tiles of query tokens, each of one sequence, ``s`` splits of a context, ``n`` pages a step, ``h`` key heads,
+``g`` rows a key head: its query heads, for each query token of a tile; ``t`` stored tokens (of a page, or of all pages of a
+step).
 
 Keys and values are converted to the dtype of the accumulators as they are read. Their scales are applied to the query and to
 the output, never to a page.
@@ -21,16 +22,24 @@ from ejkernel.kernels._xla.tiles import AttentionCall
 
 @dataclass(frozen=True)
 class Place:
-    """A step's pages, ``[n]`` or ``[b, s, n]``: their blocks, which of them are owned, and which of their tokens are seen."""
+    """A step's pages, ``[n]`` or ``[b, s, n]``: their blocks, and which of them are owned.
+
+    ``seen``: which of their tokens each row sees, ``[g, t]`` or ``[b, s, 1, g, t]``; ``used``: which any row sees, without ``g``.
+    """
 
     blocks: Any
     owned: Any
     seen: Array
+    used: Array
 
 
 @dataclass(frozen=True)
 class PageWalk(AttentionCall):
-    """One call's geometry, and what both walks share: contexts in ``splits``, ``n`` pages a step."""
+    """One call's geometry, and what both walks share: contexts in ``splits``, ``n`` pages a step.
+
+    ``arrays`` are in tiles: ``query [b, m, H, D]``, ``row_lens [b, m]`` (how many keys a token sees before the window),
+    ``block_tables [b, max_blocks]``, ``softmax_aux [b|1, H]``, ``k_scale``, ``v_scale`` ``[b|1, h]``.
+    """
 
     splits: int
     n: int
@@ -40,20 +49,38 @@ class PageWalk(AttentionCall):
         return self.arrays["query"].shape[0]
 
     @property
+    def tile(self) -> int:
+        """Query tokens a tile."""
+        return self.arrays["query"].shape[1]
+
+    @property
     def kv_heads(self) -> int:
         return self.arrays["key_cache"].shape[2]
 
     @property
     def group(self) -> int:
-        return self.arrays["query"].shape[1] // self.kv_heads
+        return self.tile * self.arrays["query"].shape[2] // self.kv_heads
 
     @property
     def block_size(self) -> int:
         return self.arrays["key_cache"].shape[3]
 
     def by_head(self, array: Array) -> Array:
-        """``[B, H, d]`` in the accumulators' dtype as ``[B, h, g, d]``."""
-        return array.astype(self.acc).reshape(self.batch, self.kv_heads, self.group, -1)
+        """``[b, m, H, …]`` as ``[b, h, g, …]``."""
+        split = array.reshape(self.batch, self.tile, self.kv_heads, -1, *array.shape[3:])
+        return split.swapaxes(1, 2).reshape(self.batch, self.kv_heads, self.group, *array.shape[3:])
+
+    def by_token(self, rows: Array) -> Array:
+        """``[b, h, g, …]`` as ``[b, m, H, …]``."""
+        split = rows.reshape(self.batch, self.kv_heads, self.tile, -1, *rows.shape[3:])
+        return split.swapaxes(1, 2).reshape(self.batch, self.tile, -1, *rows.shape[3:])
+
+    def sinks(self) -> Array | None:
+        """``[b|1, h, g]``."""
+        if "softmax_aux" not in self.arrays:
+            return None
+        sinks = self.arrays["softmax_aux"].reshape(-1, self.kv_heads, self.group // self.tile)
+        return jnp.tile(sinks, (1, 1, self.tile))
 
     def factor(self, name: str) -> Array | float:
         """A scale as ``[B|1, h, 1, 1]``, or 1."""
@@ -61,17 +88,21 @@ class PageWalk(AttentionCall):
 
     def scaled_query(self) -> Array:
         """``[B, h, g, d]``: its product with stored keys is the logits."""
-        return self.by_head(self.arrays["query"]) * self.spec.softmax_scale * self.factor("k_scale")
+        return self.by_head(self.arrays["query"]).astype(self.acc) * self.spec.softmax_scale * self.factor("k_scale")
+
+    def row_stops(self) -> Array:
+        """``[b, g]``: the first key that each row does not see."""
+        return jnp.repeat(self.arrays["row_lens"], self.group // self.tile, 1)
 
     def first_keys(self) -> Array:
-        """``[B]``: the first key that each sequence sees."""
-        lens = self.arrays["context_lens"]
-        return jnp.zeros_like(lens) if self.spec.left is None else jnp.maximum(lens - 1 - self.spec.left, 0)
+        """``[b, g]``: the first key that each row sees."""
+        stops = self.row_stops()
+        return jnp.zeros_like(stops) if self.spec.left is None else jnp.maximum(stops - 1 - self.spec.left, 0)
 
     def ranges(self) -> tuple[Array, Array]:
-        """``[B, s]``: the first page of each split, and where it ends."""
-        first = self.first_keys() // self.block_size
-        stop = -(-self.arrays["context_lens"] // self.block_size)
+        """``[b, s]``: the first page of each split, and where it ends."""
+        first = self.first_keys().min(1) // self.block_size
+        stop = -(-self.row_stops().max(1) // self.block_size)
         size = -(-jnp.maximum(stop - first, 0) // self.splits)
         start = first[:, None] + size[:, None] * jnp.arange(self.splits, dtype=jnp.int32)
         return start, jnp.minimum(start + size[:, None], stop[:, None])

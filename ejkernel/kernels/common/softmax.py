@@ -67,13 +67,23 @@ def sum_shared(array: Array, gradient: Array) -> Array:
 
 
 def merge(out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
-    """Attention over the keys of both, from ``out [B, S, H, Dv]`` and ``lse [B, H, S]`` in the accumulators' dtype."""
-    top = jnp.maximum(lse, other_lse)
+    """Attention over the keys of both, in the accumulators' dtype.
+
+    ``out [B, S, H, Dv]`` with ``lse [B, H, S]``, or ``out [N, H, Dv]`` with ``lse [N, H]``. Differentiable in all four; what has an
+    lse of -inf has no part, be it NaN.
+    """
+    top = lax.stop_gradient(jnp.maximum(lse, other_lse))
     shift = jnp.where(top == -jnp.inf, 0, top)
     weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
-    total = weight + other_weight
-    share = jnp.where(total == 0, 0, other_weight / total).swapaxes(1, 2)[..., None]
-    return out * (1 - share) + other * share, jnp.where(total == 0, -jnp.inf, shift + jnp.log(total))
+    nothing = (lse == -jnp.inf) & (other_lse == -jnp.inf)
+    total = jnp.where(nothing, 1, weight + other_weight)
+
+    def part(out, lse, share):
+        share, unseeing = (x.swapaxes(1, 2) if out.ndim == 4 else x for x in (share, lse == -jnp.inf))
+        return jnp.where(unseeing[..., None], 0, out) * share[..., None]
+
+    merged = part(out, lse, weight / total) + part(other, other_lse, other_weight / total)
+    return merged, jnp.where(nothing, -jnp.inf, shift + jnp.log(total))
 
 
 def merge_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:

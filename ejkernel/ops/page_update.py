@@ -1,0 +1,162 @@
+"""``page_update``: writing new tokens' keys and values into a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Integer, Num
+
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels.common.query_tiles import sequences
+from ejkernel.ops.core.checks import Checker
+from ejkernel.ops.core.operation import AnyArray
+from ejkernel.ops.core.run import usual_promotion
+from ejkernel.ops.paging import (
+    NARROW_CACHES,
+    as_factor,
+    check_caches,
+    check_factor,
+    check_placement,
+    check_placement_values,
+    placement,
+)
+
+_check = Checker("page_update")
+
+
+def page_update(
+    key_cache: Num[AnyArray, "num_blocks kv_heads block_size head_dim"],
+    value_cache: Num[AnyArray, "num_blocks kv_heads block_size value_dim"],
+    key: Float[AnyArray, "tokens kv_heads head_dim"],
+    value: Float[AnyArray, "tokens kv_heads value_dim"],
+    context_lens: Integer[AnyArray, " batch"],
+    block_tables: Integer[AnyArray, "batch max_blocks"],
+    *,
+    cum_seqlens_q: Integer[AnyArray, " offsets"] | None = None,
+    k_scale: float | int | Float[AnyArray, "..."] | None = None,
+    v_scale: float | int | Float[AnyArray, "..."] | None = None,
+) -> tuple[Array, Array]:
+    """Write the newest tokens of each sequence where ``page_attention`` with the same arguments reads them.
+
+    Inside a ``jit`` whose caches are donated nothing is copied: only the new tokens are written.
+
+    Args:
+        key_cache, value_cache: ``[num_blocks, Hkv, block_size, D]`` and ``[num_blocks, Hkv, block_size, Dv]``.
+        key, value: ``[B, Hkv, D]`` and ``[B, Hkv, Dv]``, one token a sequence, or ``[T, Hkv, …]`` packed. Of the caches' dtype, or
+            of any float dtype beside caches of 8 bits.
+        context_lens: ``[B]``: how many tokens each context has, these included. Length 0 writes nothing.
+        block_tables: ``[B, max_blocks]``; an entry below 0 writes nothing.
+        cum_seqlens_q: ``[B + 1]`` offsets into packed tokens; the tokens of a sequence are the last of its context. Tokens past
+            the last offset are padding and write nothing.
+        k_scale, v_scale: what is stored is ``x / scale``, a scalar or ``[Hkv]``; default 1. Caches of 8 bits get it rounded to
+            nearest (even) and saturated; int8, which is ±127, needs a scale.
+
+    Returns:
+        ``(key_cache, value_cache)``. Differentiable in key, value and the caches, unless these are of 8 bits.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ejkernel import page_update
+        >>> cache = jnp.zeros((6, 2, 4, 8))  # 6 pages of 4 tokens, 2 heads
+        >>> new = jnp.ones((2, 2, 8))  # the newest token of 2 sequences
+        >>> keys, values = page_update(cache, cache, new, new, jnp.array([6, 3]), jnp.array([[4, 1], [0, -1]]))
+        >>> print(keys[1, 0, 1, 0], keys[0, 0, 2, 0], keys.sum())  # token 5 is in page 1, token 2 in page 0
+        1.0 1.0 32.0
+    """
+    k_scale, v_scale = as_factor(k_scale), as_factor(v_scale)
+    _check_arrays(key_cache, value_cache, key, value)
+    kv_heads = key_cache.shape[1]
+    check_placement(_check, context_lens, block_tables, cum_seqlens_q, key.shape[0])
+    narrow = jnp.dtype(key_cache.dtype).name == "int8"
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_factor(_check, name, scale, kv_heads)
+        if scale is None and narrow:
+            _check.fail(name, scale, "a scale, for int8 holds whole numbers up to 127: for instance max|x| / 127")
+    where = {
+        "key_cache": key_cache,
+        "context_lens": context_lens,
+        "block_tables": block_tables,
+        "cum_seqlens_q": cum_seqlens_q,
+    }
+    check_placement_values(_check, where, key, None, written=True)
+    return _update(key_cache, value_cache, key, value, context_lens, block_tables, cum_seqlens_q, k_scale, v_scale)
+
+
+def _check_arrays(key_cache: Any, value_cache: Any, key: Any, value: Any) -> None:
+    check_caches(_check, key_cache, value_cache)
+    for name, array, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        layout = f"[tokens, {cache.shape[1]}, {cache.shape[3]}], as the cache's heads and head dim are"
+        _check.array(name, array, layout, ranks=(3,), kinds=(jnp.floating,))
+        if array.shape[1:] != (cache.shape[1], cache.shape[3]):
+            _check.fail(name, array, layout)
+        if array.dtype != cache.dtype and jnp.dtype(cache.dtype).name not in NARROW_CACHES:
+            _check.fail(name, array, f"the cache's dtype, {cache.dtype}: cast one of them")
+    if value.shape[0] != key.shape[0]:
+        _check.fail("value", value, f"as many tokens as key, {key.shape[0]}")
+
+
+@jax.jit
+def _update(key_cache, value_cache, key, value, context_lens, block_tables, offsets, k_scale, v_scale):
+    with usual_promotion():
+        at = _slots(key_cache, key, context_lens, block_tables, offsets)
+        return _written(key_cache, key, k_scale, at), _written(value_cache, value, v_scale, at)
+
+
+def _slots(cache: Array, key: Array, lens: Any, tables: Any, offsets: Any) -> tuple[Array, Array]:
+    """The block and the slot of each token, ``[T]``; blocks past the end, each another, for what is not written."""
+    blocks, _, block_size, _ = cache.shape
+    tokens = key.shape[0]
+    arrays = {"query": key, **placement(lens, tables, offsets, tokens, block_size)}
+    s = sequences({name: array[None] for name, array in arrays.items()})
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    none = blocks + token
+    if not s.size or not s.tables.shape[1]:
+        return none, jnp.zeros_like(token)
+    owner, owned = s.owner() if s.packed else (token, True)
+    position = s.lens[owner] - s.count[owner] + token - s.begin[owner]
+    entry = s.tables[owner, jnp.clip(position // block_size, 0, s.tables.shape[1] - 1)]
+    writes = owned & (position >= 0) & (entry >= 0) & (entry < blocks)
+    return jnp.where(writes, entry, none), position % block_size
+
+
+def _written(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array, Array]) -> Array:
+    """The cache with the tokens in their slots."""
+    blocks, slots = at
+    stored = _stored(tokens, scale, cache.dtype)
+    return cache.at[blocks, :, slots].set(stored, mode="drop", unique_indices=True)
+
+
+def _stored(tokens: Array, scale: Array | None, dtype: Any) -> Array:
+    """The tokens as a cache of a dtype holds them."""
+    name = jnp.dtype(dtype).name
+    if name not in NARROW_CACHES:
+        return _divided(tokens, scale).astype(dtype)
+
+    @jax.custom_jvp
+    def quantised(tokens, scale):
+        x = _divided(tokens, scale)
+        if name == "int8":
+            return jnp.clip(jnp.round(jnp.nan_to_num(x, nan=0.0)), -127, 127).astype(dtype)
+        largest = float(jnp.finfo(dtype).max)
+        return jnp.clip(x, -largest, largest).astype(dtype)
+
+    @quantised.defjvp
+    def refuse(*_):
+        raise UnsupportedError(
+            f"page_update: there is no gradient through a cache of {name}: stop the gradient of key and value, or "
+            "differentiate with caches of their own dtype."
+        )
+
+    return quantised(tokens, scale)
+
+
+def _divided(tokens: Array, scale: Array | None) -> Array:
+    """``x / scale`` in float32 at least."""
+    wide = tokens.astype(jnp.promote_types(tokens.dtype, np.float32))
+    if scale is None:
+        return wide
+    return wide / jnp.reshape(jnp.asarray(scale, wide.dtype), (-1, 1))
