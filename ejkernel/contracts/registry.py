@@ -33,7 +33,10 @@ BUILTIN = {
     ),
     "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
     "mean_pooling": ("ejkernel.ops.mean_pooling", ("ejkernel.kernels._xla.mean_pooling",)),
-    "page_attention": ("ejkernel.ops.page_attention", ("ejkernel.kernels._xla.page_attention",)),
+    "page_attention": (
+        "ejkernel.ops.page_attention",
+        ("ejkernel.kernels._xla.page_attention", "ejkernel.kernels._triton.page_attention"),
+    ),
     "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
     "ring_attention": ("ejkernel.ops.ring_attention", ()),
 }
@@ -77,8 +80,11 @@ class Implementation:
 
     @property
     def whole(self) -> bool:
-        """Whether JAX must differentiate the forward itself: there is no backward under the residual contract."""
-        return self.plain or getattr(self.kernel, "backward", None) is None
+        """Whether JAX differentiates the forward itself: there is no backward under the residual contract.
+
+        A kernel that states no gradient is not differentiated: another implementation's backward takes its result.
+        """
+        return self.plain or (getattr(self.kernel, "backward", None) is None and bool(self.support.gradients))
 
     def reads(self, direction: str) -> frozenset[str] | None:
         """The parameters that the kernel reads; None if it does not say."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,15 +47,20 @@ def call(
     num_warps: int,
     num_stages: int,
     device: DeviceInfo | None = None,
+    in_place: Mapping[int, int] | None = None,
 ) -> list[Array]:
     """Run ``programs`` instances of a kernel whose parameters are the arrays, the scalars, the outputs and ``C``.
+
+    ``in_place``: by the index of an array, the output that is it: what the kernel does not write stays.
 
     The kernel is compiled for ``device`` if that is a described one, else for the GPU of this process.
     """
     if interpreting():
-        results = _interpreted(kernel, arrays, tuple(scalars), tuple(outputs), programs, constants)
+        results = _interpreted(kernel, arrays, tuple(scalars), tuple(outputs), programs, constants, in_place or {})
     else:
         launch = {"grid": (programs,), "num_warps": num_warps, "num_stages": num_stages, "C": constants}
+        if in_place:
+            launch["input_output_aliases"] = dict(in_place)
         results = _on_gpu(kernel, arrays, scalars, outputs, launch, device)
     return vary_as(list(results), *arrays)
 
@@ -80,10 +85,12 @@ def _on_gpu(kernel, arrays, scalars, outputs, launch: dict[str, Any], device: De
 _interpreter = threading.Lock()
 
 
-def _interpreted(kernel, arrays, scalars, outputs, programs, constants) -> list[Array]:
+def _interpreted(kernel, arrays, scalars, outputs, programs, constants, in_place) -> list[Array]:
+    origin = {output: array for array, output in in_place.items()}
+
     def run(*arrays):
         # Poison: what a kernel does not write is seen.
-        results = [_poisoned(like) for like in outputs]
+        results = [np.array(arrays[origin[i]]) if i in origin else _poisoned(like) for i, like in enumerate(outputs)]
         tensors = [_Tensor(np.ascontiguousarray(x)) for x in arrays] + [_Tensor(x) for x in results]
         with _interpreter:
             kernel[(programs,)](*tensors[: len(arrays)], *scalars, *tensors[len(arrays) :], C=constants)

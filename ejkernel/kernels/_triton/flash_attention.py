@@ -4,6 +4,8 @@ Loops visit only blocks that hold a visible pair, and test nothing where every p
 ``visibility.py``: a constant for causality and windows, computed on the device for packed sequences and segments. The
 backward is two kernels, one a block of keys and one a block of queries, so nothing is added atomically and every rerun
 gives the same bits; a bias that wants a gradient takes a third.
+
+Forwards of few queries over many keys run on the kernels of paged attention: see ``decoding.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +19,8 @@ from jax import Array
 
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
-from ejkernel.contracts.registry import kernel_registry
-from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
-from ejkernel.kernels._triton import probe
-from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
+from ejkernel.kernels._triton import decoding
+from ejkernel.kernels._triton.call import call, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import (
     READ_BACKWARD,
     READ_FORWARD,
@@ -30,12 +30,11 @@ from ejkernel.kernels._triton.flash_blocks import (
     padded,
     widest,
 )
+from ejkernel.kernels._triton.registering import register
 from ejkernel.kernels.common import dropout, visibility
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
 
-LARGEST_HEAD_DIM = 256
-OLDEST = 80
 ALIGNED = 16
 # The head dim up to which the gradients of keys and values are accumulated together.
 WIDEST_PAIR = 128
@@ -47,6 +46,8 @@ def forward(
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
     from ejkernel.kernels._triton import flash_kernels
 
+    if decoding.serves(arrays, spec):
+        return decoding.forward(arrays, spec, params, device)
     params = effective(params, device)
     p = FlashOperands(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize, device)
     sinks = arrays.get("softmax_aux", p.nothing)
@@ -340,65 +341,53 @@ def _unit(shape: tuple[int, ...]) -> int:
     return ALIGNED if shape[3] % ALIGNED == 0 else 1
 
 
-def refusal(device: DeviceInfo) -> str | None:
-    """Triton compiles for compute capability 8.0 and later (AMD's chips have none), if it is one that we know."""
-    if device.vendor == "nvidia" and 0 < device.capability < OLDEST:
-        return f"needs capability {OLDEST}, {device} has {device.capability}"
-    return probe.refusal(device, interpreting())
-
-
 class TritonFlashAttention:
     """The implementation for GPUs."""
 
     name = "flash-triton"
     version = 1
-    reads: ClassVar = {"forward": READ_FORWARD, "backward": READ_BACKWARD}
+    reads: ClassVar = {"forward": (*READ_FORWARD, "num_key_splits"), "backward": READ_BACKWARD}
     forward = staticmethod(forward)
     backward = staticmethod(backward)
 
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Blocks where nothing was tuned: they fit the shared memory of every chip we know, and spill nothing."""
+        if direction == "forward" and decoding.serves(shapes, spec):
+            return decoding.defaults(shapes, device)
         return default(shapes, spec, device, direction)
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
         """Blocks worth trying."""
+        if direction == "forward" and decoding.serves(shapes, spec):
+            return decoding.candidates(shapes, device)
         return candidates(shapes, spec, device, direction)
 
     @staticmethod
     def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """The parameters as the kernels use them."""
+        if direction == "forward" and decoding.serves(shapes, spec):
+            return decoding.effective(shapes, params, device)
         return effective(params, device)
 
 
-kernel_registry.register(
+register(
     "flash_attention",
-    Platform.TRITON,
-    # The interpreter is for proving the kernels: nothing but a pin makes it run.
-    Backend.CPU if interpreting() else Backend.GPU,
-    support=Support(
-        devices=any_device() if interpreting() else gpu(),
-        dtypes={"float16", "float32"} if interpreting() else FLOATS,
-        head_dims=multiple_of(1, at_most=LARGEST_HEAD_DIM),
-        features={
-            "causal",
-            "window",
-            "soft_cap",
-            "bias",
-            "mask",
-            "segments",
-            "varlen",
-            "sinks",
-            "dropout",
-            "gqa",
-            "value_dim",
-            "cross",
-            "lse",
-        },
-        gradients={"query", "key", "value", "bias", "softmax_aux"},
-        check=refusal,
-        requires=(("triton", "gpu"),) if interpreting() else (("triton", "gpu"), ("jax_triton", "gpu")),
-    ),
-    priority=-1 if interpreting() else 10,
+    features={
+        "causal",
+        "window",
+        "soft_cap",
+        "bias",
+        "mask",
+        "segments",
+        "varlen",
+        "sinks",
+        "dropout",
+        "gqa",
+        "value_dim",
+        "cross",
+        "lse",
+    },
+    gradients={"query", "key", "value", "bias", "softmax_aux"},
 )(TritonFlashAttention)

@@ -16,8 +16,6 @@ from importlib import resources
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.support import is_present
 
-# The modules that use ``triton.language``, as ``tl``.
-KERNELS = ("flash_kernels.py", "flash_pieces.py")
 PARAMETERS = ("kernel", "grid", "num_warps", "num_stages", "compute_capability")
 # What ``triton_call`` calls the types of its results: the first from jax-triton 0.4 on, the second before.
 RESULTS = ("out_type", "out_shape")
@@ -62,7 +60,7 @@ def _changed_language() -> str | None:
 def _names() -> frozenset[str]:
     """The names of ``triton.language`` that the kernels use."""
     here = resources.files("ejkernel.kernels._triton")
-    texts = ((here / name).read_text(encoding="utf-8") for name in KERNELS)
+    texts = (file.read_text(encoding="utf-8") for file in here.iterdir() if file.name.endswith(".py"))
     return frozenset(name for text in texts for name in re.findall(r"\btl\.(\w+)", text))
 
 

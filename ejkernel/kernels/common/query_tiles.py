@@ -6,9 +6,10 @@ A call has ``S`` sequences and ``T`` query tokens; a vmapped call has as many of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -16,13 +17,15 @@ from jax import Array
 class Sequences:
     """Where the queries, the keys and the shared arrays of each sequence are.
 
-    ``begin``, ``count``, ``lens`` ``[S]``: first token, number of tokens, context length. ``tables`` ``[S, max_blocks]``.
+    ``begin``, ``count``, ``lens`` ``[S]``: first token, number of tokens, context length; ``row``: which row of ``tables``
+    ``[…, max_blocks]``.
     ``tokens``: how many there are, padding included. ``packed``: False if token ``s`` is all that sequence ``s`` has.
     """
 
     begin: Array
     count: Array
     lens: Array
+    row: Array
     tables: Array
     tokens: int
     packed: bool
@@ -35,8 +38,7 @@ class Sequences:
     def owner(self) -> tuple[Array, Array]:
         """``[T]``: whose each token is, and whether it is anybody's."""
         token = jnp.arange(self.tokens, dtype=jnp.int32)
-        ends = self.begin + self.count
-        owner = jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
+        owner = ((self.begin + self.count)[None, :] <= token[:, None]).sum(1, dtype=jnp.int32)
         inside = jnp.minimum(owner, self.size - 1)
         return inside, (owner < self.size) & (token >= self.begin[inside])
 
@@ -53,7 +55,35 @@ def sequences(arrays: dict[str, Array]) -> Sequences:
         begin = (starts[:, :-1] + tokens * jnp.arange(examples, dtype=jnp.int32)[:, None]).reshape(-1)
         count = (starts[:, 1:] - starts[:, :-1]).reshape(-1)
     return Sequences(
-        begin, count, lens.reshape(-1), tables.reshape(-1, tables.shape[2]), examples * tokens, starts is not None
+        begin=begin,
+        count=count,
+        lens=lens.reshape(-1),
+        row=jnp.arange(lens.size, dtype=jnp.int32),
+        tables=tables.reshape(-1, tables.shape[2]),
+        tokens=examples * tokens,
+        packed=starts is not None,
+    )
+
+
+def with_padding(s: Sequences, starts: Array, tokens: int) -> Sequences:
+    """Tokens of no sequence, before the first and past the last of each example, as two more sequences without a context.
+
+    ``starts [N, B + 1]`` and ``tokens`` are those of one example.
+    """
+    examples, batch = starts.shape[0], starts.shape[1] - 1
+    base = tokens * jnp.arange(examples, dtype=jnp.int32)[:, None]
+    first, last = starts[:, :1], starts[:, -1:]
+    nothing = jnp.zeros_like(first)
+
+    def join(array, before, after):
+        return jnp.concatenate([before, array.reshape(examples, batch), after], 1).reshape(-1)
+
+    return replace(
+        s,
+        begin=join(s.begin, base, base + last),
+        count=join(s.count, first, tokens - last),
+        lens=join(s.lens, nothing, nothing),
+        row=join(s.row, batch * base // tokens, batch * base // tokens),
     )
 
 
@@ -66,11 +96,13 @@ def most_tiles(tokens: int, sequences: int, size: int) -> int:
 def owners(counts: Array, length: int) -> tuple[Array, Array]:
     """Items laid side by side, ``counts[s]`` of them for each ``s``: for item ``i < length`` its ``s``, and where ``s`` begins.
 
-    Past the last item ``s`` is ``len(counts)``.
+    Past the last item ``s`` is ``len(counts)``. In numpy if the counts are.
     """
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    item = jnp.arange(length, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
+    np_ = np if isinstance(counts, np.ndarray) else jnp
+    ends = np_.cumsum(counts, dtype=np.int32)
+    item = np_.arange(length, dtype=np.int32)
+    # All comparisons at once: a search would be a loop of small steps on an accelerator.
+    owner = (ends[None, :] <= item[:, None]).sum(1, dtype=np.int32)
     return owner, ends - counts
 
 

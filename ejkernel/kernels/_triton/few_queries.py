@@ -1,0 +1,188 @@
+"""Launching the kernels for few queries and many keys, in pages or in one array: what paged attention and dense decoding share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.callib.chips import CHIPS
+from ejkernel.callib.integers import power_of_two, power_of_two_below
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.params import FwdParams
+from ejkernel.kernels._triton.call import call, on_nvidia
+from ejkernel.kernels._triton.flash_blocks import padded
+from ejkernel.kernels._triton.page_plan import plan, tile_count
+from ejkernel.kernels.common.query_tiles import Sequences
+
+# Rows a tile: tensor cores take 16 at least. Above the second, sequences with few rows get tiles of their own.
+FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 64, 128
+# Keys a tile.
+FEWEST_KEYS, MOST_KEYS = 16, 256
+MOST_WARPS = 8
+# Items that all programs of a chip share, for each of its multiprocessors.
+ITEMS_PER_CORE = 8
+CORES = 132
+# With so many tiles for each multiprocessor, contexts are not cut.
+ENOUGH_TILES_PER_CORE = 32
+# Slots that one program of ``combine`` joins at once.
+JOINED = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the kernels are given beside a plan: ``query [T, H, D]`` and keys and values, in pages or not."""
+
+    query: Array
+    key: Array
+    value: Array
+    tables: Array
+    kv_heads: int
+    page: int
+    blocks: int
+    kv_len: int
+    batch: int
+    scale: float
+    cap: float | None
+    left: int | None
+    causal: bool
+    sinks: Array | None
+    k_scale: Array | None
+    v_scale: Array | None
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.kv_heads
+
+
+def few_rows(group: int) -> int:
+    """Rows of a tile for one token a sequence."""
+    return min(FEW_ROWS, max(FEWEST_ROWS, power_of_two(group)))
+
+
+def attend(
+    r: Rows,
+    s: Sequences,
+    params: FwdParams,
+    device: DeviceInfo | None,
+    *,
+    before: tuple[Array, Array] | None = None,
+    tiles: int | None = None,
+) -> tuple[Array, Array]:
+    """Output ``[T, H, Dv]`` and log-sum-exp ``[T, H]`` of all tokens; those of no sequence are as ``before``."""
+    from ejkernel.kernels._triton import page_kernels
+
+    tokens, heads, dim = r.query.shape
+    value_dim, bm, bn = r.value.shape[-1], params.q_blocksize, params.kv_blocksize
+    count = tile_count(s.tokens, s.size, r.group, bm, s.packed)
+    cores = _cores(device)
+    extra = 0 if count * r.kv_heads >= ENOUGH_TILES_PER_CORE * cores else -(-cores * ITEMS_PER_CORE // r.kv_heads)
+    p = plan(s, r.group, bm, bn, left=r.left, causal=r.causal, extra=extra, pieces=params.num_key_splits, most=tiles)
+    constants = page_kernels.PageConstants(
+        heads=heads,
+        group=r.group,
+        dim=dim,
+        value_dim=value_dim,
+        bd=padded(dim),
+        bv=padded(value_dim),
+        bm=bm,
+        bn=bn,
+        page=r.page,
+        scale=float(r.scale),
+        cap=float(r.cap or 0.0),
+        left=-1 if r.left is None else r.left,
+        causal=r.causal,
+        sinks=r.sinks is not None,
+        k_scale=r.k_scale is not None,
+        v_scale=r.v_scale is not None,
+        splits=p.slots > 0,
+        precision="ieee" if r.query.dtype == jnp.float32 else "tf32",
+        fast_tanh=r.cap is not None and r.query.dtype != jnp.float32 and on_nvidia(device),
+    )
+    results = (
+        jax.ShapeDtypeStruct((tokens, heads, value_dim), r.query.dtype),
+        jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
+    )
+    slots = max(1, p.slots)
+    parts = (
+        jax.ShapeDtypeStruct((slots, r.kv_heads, bm, value_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, r.kv_heads, bm), jnp.float32),
+    )
+    nothing = r.query
+    sinks, k_scale, v_scale = (nothing if x is None else x for x in (r.sinks, r.k_scale, r.v_scale))
+    steps = [0 if x is None or x.shape[0] == 1 else x.shape[1] for x in (r.sinks, r.k_scale, r.v_scale)]
+    inputs = [r.query, r.key, r.value, r.tables, sinks, k_scale, v_scale, jnp.asarray(p.items)]
+    here = (nothing, nothing) if before is None else before
+    out, lse, part, part_lse = call(
+        page_kernels.attend,
+        [*inputs, *here],
+        [r.tables.shape[-1], r.blocks, r.kv_len, r.batch, *steps],
+        (*results, *parts),
+        programs=p.items.shape[0] * r.kv_heads,
+        constants=constants,
+        num_warps=params.num_warps,
+        num_stages=params.num_stages,
+        device=device,
+        in_place=None if before is None else {len(inputs): 0, len(inputs) + 1: 1},
+    )
+    if p.cut is None:
+        return out, lse
+    rows_each = bm if s.packed else min(bm, s.tokens // s.size * r.group)
+    out, lse = call(
+        page_kernels.combine,
+        [part, part_lse, sinks, jnp.asarray(p.cut), out, lse],
+        [rows_each, r.batch, steps[0]],
+        results,
+        programs=p.cut.shape[0] * r.kv_heads * rows_each,
+        constants=replace(constants, bn=JOINED),
+        num_warps=4,
+        num_stages=1,
+        device=device,
+        in_place={4: 0, 5: 1},
+    )
+    return out, lse
+
+
+def defaults(rows: int, width: int, dtype: Any, device: DeviceInfo | None) -> FwdParams:
+    """Tiles where nothing was tuned, for so many rows of a sequence and key head (on the average) and the wider head dim."""
+    rows = min(MOST_ROWS, max(FEWEST_ROWS, power_of_two(rows)))
+    wide = padded(width) > 128
+    if dtype == jnp.float32:
+        return FwdParams(q_blocksize=min(rows, 32), kv_blocksize=16 if wide else 32, num_warps=4, num_stages=1)
+    keys = 32 if wide else 64
+    if device is not None and device.vendor == "amd":
+        return FwdParams(q_blocksize=min(rows, 64), kv_blocksize=keys, num_warps=4, num_stages=1)
+    return FwdParams(q_blocksize=rows, kv_blocksize=keys, num_warps=8 if rows > 64 else 4, num_stages=3)
+
+
+def candidates(first: FwdParams, dtype: Any) -> list[FwdParams]:
+    """Tiles worth trying."""
+    if dtype == jnp.float32:
+        return []
+    return [
+        replace(first, kv_blocksize=keys, num_warps=warps, num_stages=stages)
+        for keys in (32, 64, 128)
+        for warps in (first.num_warps, 2 * first.num_warps)
+        for stages in (2, 3, 5)
+    ]
+
+
+def effective(params: FwdParams, first: FwdParams) -> FwdParams:
+    """The parameters as the kernels use them; ``first`` are the defaults."""
+    rows = power_of_two_below(params.q_blocksize or first.q_blocksize)
+    keys = power_of_two_below(params.kv_blocksize or first.kv_blocksize)
+    return FwdParams(
+        q_blocksize=min(MOST_ROWS, max(FEWEST_ROWS, rows)),
+        kv_blocksize=min(MOST_KEYS, max(FEWEST_KEYS, keys)),
+        num_key_splits=params.num_key_splits,
+        num_warps=min(MOST_WARPS, power_of_two_below(params.num_warps or first.num_warps)),
+        num_stages=params.num_stages or first.num_stages,
+    )
+
+
+def _cores(device: DeviceInfo | None) -> int:
+    chip = CHIPS.get(device.name) if device is not None else None
+    return chip.sm_count if chip else CORES

@@ -1,0 +1,113 @@
+"""Paged attention in Triton: decoding, chunks of a prompt, and both in one call.
+
+The query heads that share a key head are rows of one tile, and keys are cut into ranges of like length, so that one long
+context fills a chip as well as many short ones do; see ``page_plan.py``. Where a call may hold chunks, sequences with few
+rows and with many run in two launches with tiles of their own. Gradients are other implementations' work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.params import FwdParams
+from ejkernel.kernels._triton import few_queries
+from ejkernel.kernels._triton.few_queries import FEW_ROWS, Rows, attend, few_rows
+from ejkernel.kernels._triton.registering import register
+from ejkernel.kernels.common.query_tiles import sequences, with_padding
+
+READ = ("q_blocksize", "kv_blocksize", "num_key_splits", "num_warps", "num_stages")
+
+
+def forward(
+    arrays: dict[str, Array], spec: Any, params: FwdParams, *, device: DeviceInfo | None = None
+) -> tuple[Array, Array]:
+    """Attention output ``[N, T, H, Dv]`` and the log-sum-exp of its logits ``[N, T, H]``."""
+    params = effective(arrays, params, device)
+    query, keys = arrays["query"], arrays["key_cache"]
+    examples, tokens, heads, dim = query.shape
+    _, blocks, kv_heads, page, _ = keys.shape
+    s = sequences(arrays)
+    rows = Rows(
+        query=query.reshape(-1, heads, dim),
+        key=keys,
+        value=arrays["value_cache"],
+        tables=s.tables,
+        kv_heads=kv_heads,
+        page=page,
+        blocks=blocks,
+        kv_len=0,
+        batch=arrays["context_lens"].shape[1],
+        scale=spec.softmax_scale,
+        cap=spec.logits_soft_cap,
+        left=spec.left,
+        causal=True,
+        sinks=arrays.get("softmax_aux"),
+        k_scale=arrays.get("k_scale"),
+        v_scale=arrays.get("v_scale"),
+    )
+    result = None
+    if s.packed:
+        few = few_rows(rows.group)
+        if params.q_blocksize > FEW_ROWS:
+            is_few = s.count * rows.group <= few
+            small = replace(s, count=jnp.where(is_few, s.count, 0), lens=jnp.where(is_few, s.lens, 0))
+            result = attend(rows, small, replace(params, q_blocksize=few, **SMALL), device, tiles=s.size)
+            s = replace(s, count=jnp.where(is_few, 0, s.count))
+        s = with_padding(s, arrays["query_starts"], tokens)
+    out, lse = attend(rows, s, params, device, before=result)
+    return out.reshape(examples, tokens, heads, -1), lse.reshape(examples, tokens, heads)
+
+
+# How sequences with few rows run beside others.
+SMALL: dict[str, int] = {"kv_blocksize": 64, "num_warps": 4, "num_stages": 3}
+
+
+def effective(shapes: dict[str, Any], params: FwdParams, device: DeviceInfo | None) -> FwdParams:
+    """The parameters as the kernel uses them."""
+    return few_queries.effective(params, defaults(shapes, device))
+
+
+def defaults(shapes: dict[str, Any], device: DeviceInfo | None) -> FwdParams:
+    """Tiles where nothing was tuned."""
+    _, tokens, heads, dim = shapes["query"].shape
+    rows = heads // shapes["key_cache"].shape[2]
+    if "query_starts" in shapes:
+        rows *= -(-tokens // max(1, shapes["context_lens"].shape[1]))
+    return few_queries.defaults(rows, max(dim, shapes["value_cache"].shape[4]), shapes["query"].dtype, device)
+
+
+class TritonPageAttention:
+    """The implementation for GPUs; it has no backward."""
+
+    name = "page-triton"
+    version = 1
+    reads: ClassVar = {"forward": READ, "backward": ()}
+    forward = staticmethod(forward)
+
+    @staticmethod
+    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams:
+        """Tiles where nothing was tuned."""
+        return defaults(shapes, device)
+
+    @staticmethod
+    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams]:
+        """Tiles worth trying."""
+        return few_queries.candidates(defaults(shapes, device), shapes["query"].dtype)
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams:
+        """The parameters as the kernel uses them."""
+        return effective(shapes, params, device)
+
+
+register(
+    "page_attention",
+    features={"varlen", "window", "soft_cap", "sinks", "int8_cache", "fp8_cache", "scales", "gqa", "value_dim", "lse"},
+    # The interpreter works on numpy's types, which has none of 8 bits.
+    not_interpreted={"fp8_cache"},
+)(TritonPageAttention)

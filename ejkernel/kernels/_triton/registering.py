@@ -1,0 +1,49 @@
+"""Registering a Triton kernel: for GPUs, or for Triton's interpreter where that is what runs in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ejkernel.contracts.device import DeviceInfo
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
+from ejkernel.kernels._triton import probe
+from ejkernel.kernels._triton.call import interpreting
+
+LARGEST_HEAD_DIM = 256
+OLDEST = 80
+
+T = TypeVar("T")
+
+
+def refusal(device: DeviceInfo) -> str | None:
+    """Triton compiles for compute capability 8.0 and later (AMD's chips have none), if it is one that we know."""
+    if device.vendor == "nvidia" and 0 < device.capability < OLDEST:
+        return f"needs capability {OLDEST}, {device} has {device.capability}"
+    return probe.refusal(device, interpreting())
+
+
+def register(
+    algorithm: str, *, features: Iterable[str], gradients: Iterable[str] = (), not_interpreted: Iterable[str] = ()
+) -> Callable[[T], T]:
+    """Decorate an implementation; ``not_interpreted`` are the features that the interpreter cannot run.
+
+    The interpreter is for proving kernels: nothing but a pin makes it run.
+    """
+    interpreted = interpreting()
+    return kernel_registry.register(
+        algorithm,
+        Platform.TRITON,
+        Backend.CPU if interpreted else Backend.GPU,
+        support=Support(
+            devices=any_device() if interpreted else gpu(),
+            dtypes={"float16", "float32"} if interpreted else FLOATS,
+            head_dims=multiple_of(1, at_most=LARGEST_HEAD_DIM),
+            features=frozenset(features) - (frozenset(not_interpreted) if interpreted else frozenset()),
+            gradients=frozenset(gradients),
+            check=refusal,
+            requires=(("triton", "gpu"),) if interpreted else (("triton", "gpu"), ("jax_triton", "gpu")),
+        ),
+        priority=-1 if interpreted else 10,
+    )
