@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from ejkernel.callib.chips import CHIPS
 from ejkernel.callib.integers import power_of_two, power_of_two_below
@@ -15,7 +16,7 @@ from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._triton.call import call, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import padded
-from ejkernel.kernels._triton.page_plan import plan, tile_count
+from ejkernel.kernels._triton.page_plan import Plan, plan, tile_count
 from ejkernel.kernels.common.query_tiles import Sequences
 
 # Rows a tile: tensor cores take 16 at least. Above the second, sequences with few rows get tiles of their own.
@@ -23,11 +24,14 @@ FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 64, 128
 # Keys a tile.
 FEWEST_KEYS, MOST_KEYS = 16, 256
 MOST_WARPS = 8
-# Items that all programs of a chip share, for each of its multiprocessors.
-ITEMS_PER_CORE = 8
+# Warps of all programs of a multiprocessor: so many are resident however many registers a kernel takes.
+WARPS_PER_CORE = 8
 CORES = 132
-# With so many tiles for each multiprocessor, contexts are not cut.
-ENOUGH_TILES_PER_CORE = 32
+# Tiles that one launch plans, and comparisons of a program of it.
+MOST_SCHEDULED, COMPARED = 4096, 2**13
+# Caches of 8 bits, by dtype.
+NARROW = {"int8": "int8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+OLDEST_WITH_E4M3 = 89
 # Slots that one program of ``combine`` joins at once.
 JOINED = 64
 
@@ -70,17 +74,22 @@ def attend(
     device: DeviceInfo | None,
     *,
     before: tuple[Array, Array] | None = None,
-    tiles: int | None = None,
+    single: bool = False,
 ) -> tuple[Array, Array]:
-    """Output ``[T, H, Dv]`` and log-sum-exp ``[T, H]`` of all tokens; those of no sequence are as ``before``."""
+    """Output ``[T, H, Dv]`` and log-sum-exp ``[T, H]`` of all tokens; those of no sequence are as ``before``.
+
+    ``single``: no sequence has more rows than one tile takes.
+    """
     from ejkernel.kernels._triton import page_kernels
 
     tokens, heads, dim = r.query.shape
     value_dim, bm, bn = r.value.shape[-1], params.q_blocksize, params.kv_blocksize
-    count = tile_count(s.tokens, s.size, r.group, bm, s.packed)
-    cores = _cores(device)
-    extra = 0 if count * r.kv_heads >= ENOUGH_TILES_PER_CORE * cores else -(-cores * ITEMS_PER_CORE // r.kv_heads)
-    p = plan(s, r.group, bm, bn, left=r.left, causal=r.causal, extra=extra, pieces=params.num_key_splits, most=tiles)
+    tiles = s.size if single else tile_count(s.tokens, s.size, r.group, bm, s.packed)
+    pieces = params.num_key_splits
+    programs = _cores(device) * max(1, WARPS_PER_CORE // params.num_warps)
+    programs = tiles * r.kv_heads * pieces if pieces else programs
+    p = _planned(r, s, params, tiles, programs, single, device)
+    narrow = NARROW.get(r.key.dtype.name, "")
     constants = page_kernels.PageConstants(
         heads=heads,
         group=r.group,
@@ -98,50 +107,56 @@ def attend(
         sinks=r.sinks is not None,
         k_scale=r.k_scale is not None,
         v_scale=r.v_scale is not None,
-        splits=p.slots > 0,
         precision="ieee" if r.query.dtype == jnp.float32 else "tf32",
         fast_tanh=r.cap is not None and r.query.dtype != jnp.float32 and on_nvidia(device),
+        cache=narrow,
+        converts=_converts(narrow, device),
     )
     results = (
         jax.ShapeDtypeStruct((tokens, heads, value_dim), r.query.dtype),
         jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
     )
-    slots = max(1, p.slots)
     parts = (
-        jax.ShapeDtypeStruct((slots, r.kv_heads, bm, value_dim), jnp.float32),
-        jax.ShapeDtypeStruct((slots, r.kv_heads, bm), jnp.float32),
+        jax.ShapeDtypeStruct((2 * programs, bm, value_dim), jnp.float32),
+        jax.ShapeDtypeStruct((2 * programs, bm), jnp.float32),
     )
     nothing = r.query
+    # Triton knows fewer float types of 8 bits on some chips than JAX does: kernels get bits.
+    keys, values = (
+        lax.bitcast_convert_type(x, jnp.uint8) if narrow in ("e4m3", "e5m2") else x for x in (r.key, r.value)
+    )
     sinks, k_scale, v_scale = (nothing if x is None else x for x in (r.sinks, r.k_scale, r.v_scale))
     steps = [0 if x is None or x.shape[0] == 1 else x.shape[1] for x in (r.sinks, r.k_scale, r.v_scale)]
-    inputs = [r.query, r.key, r.value, r.tables, sinks, k_scale, v_scale, jnp.asarray(p.items)]
+    work = [jnp.asarray(x) for x in (p.tiles, p.starts, p.header)]
+    inputs = [r.query, keys, values, r.tables, sinks, k_scale, v_scale, *work]
     here = (nothing, nothing) if before is None else before
     out, lse, part, part_lse = call(
         page_kernels.attend,
         [*inputs, *here],
         [r.tables.shape[-1], r.blocks, r.kv_len, r.batch, *steps],
         (*results, *parts),
-        programs=p.items.shape[0] * r.kv_heads,
+        programs=programs,
         constants=constants,
         num_warps=params.num_warps,
         num_stages=params.num_stages,
         device=device,
         in_place=None if before is None else {len(inputs): 0, len(inputs) + 1: 1},
     )
-    if p.cut is None:
+    if programs == 1:
         return out, lse
-    rows_each = bm if s.packed else min(bm, s.tokens // s.size * r.group)
+    rows_each = bm if s.packed and not single else min(bm, max(1, s.tokens // s.size) * r.group)
+    rows_each = few_rows(r.group) if single else rows_each
     out, lse = call(
         page_kernels.combine,
-        [part, part_lse, sinks, jnp.asarray(p.cut), out, lse],
+        [part, part_lse, sinks, *work, out, lse],
         [rows_each, r.batch, steps[0]],
         results,
-        programs=p.cut.shape[0] * r.kv_heads * rows_each,
+        programs=(programs - 1) * rows_each,
         constants=replace(constants, bn=JOINED),
         num_warps=4,
         num_stages=1,
         device=device,
-        in_place={4: 0, 5: 1},
+        in_place={6: 0, 7: 1},
     )
     return out, lse
 
@@ -181,6 +196,48 @@ def effective(params: FwdParams, first: FwdParams) -> FwdParams:
         num_warps=min(MOST_WARPS, power_of_two_below(params.num_warps or first.num_warps)),
         num_stages=params.num_stages or first.num_stages,
     )
+
+
+def _planned(
+    r: Rows, s: Sequences, params: FwdParams, tiles: int, programs: int, single: bool, device: DeviceInfo | None
+) -> Plan:
+    """The plan of a call: by one launch where lengths are data and each sequence has as many tiles as the others."""
+    from ejkernel.kernels._triton import page_kernels
+
+    sizes = {"k_heads": r.kv_heads, "group": r.group, "bm": params.q_blocksize, "bn": params.kv_blocksize}
+    even = single or not s.packed
+    if isinstance(s.lens, np.ndarray) or not even or tiles > MOST_SCHEDULED:
+        pieces = params.num_key_splits
+        return plan(s, tiles, programs, **sizes, left=r.left, causal=r.causal, pieces=pieces)
+    size = power_of_two(tiles)
+    block = max(4, min(64, COMPARED // size))
+    shapes = ((tiles, 8), (programs, 2), (2,))
+    made = call(
+        page_kernels.schedule,
+        [s.lens, s.begin, s.count, s.row],
+        [s.size, programs],
+        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        programs=-(-programs // block),
+        constants=page_kernels.ScheduleConstants(
+            size=size,
+            each=tiles // s.size,
+            block=block,
+            left=-1 if r.left is None else r.left,
+            pieces=params.num_key_splits or 0,
+            **sizes,
+        ),
+        num_warps=4,
+        num_stages=1,
+        device=device,
+    )
+    return Plan(*made)
+
+
+def _converts(narrow: str, device: DeviceInfo | None) -> bool:
+    """Whether there are instructions for a cache of 8 bits: those for e4m3 came with capability 8.9."""
+    if not narrow or not on_nvidia(device):
+        return False
+    return narrow != "e4m3" or (device is not None and device.capability >= OLDEST_WITH_E4M3)
 
 
 def _cores(device: DeviceInfo | None) -> int:

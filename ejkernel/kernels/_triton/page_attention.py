@@ -56,7 +56,7 @@ def forward(
         if params.q_blocksize > FEW_ROWS:
             is_few = s.count * rows.group <= few
             small = replace(s, count=jnp.where(is_few, s.count, 0), lens=jnp.where(is_few, s.lens, 0))
-            result = attend(rows, small, replace(params, q_blocksize=few, **SMALL), device, tiles=s.size)
+            result = attend(rows, small, replace(params, q_blocksize=few, **SMALL), device, single=True)
             s = replace(s, count=jnp.where(is_few, 0, s.count))
         s = with_padding(s, arrays["query_starts"], tokens)
     out, lse = attend(rows, s, params, device, before=result)
@@ -108,6 +108,4 @@ class TritonPageAttention:
 register(
     "page_attention",
     features={"varlen", "window", "soft_cap", "sinks", "int8_cache", "fp8_cache", "scales", "gqa", "value_dim", "lse"},
-    # The interpreter works on numpy's types, which has none of 8 bits.
-    not_interpreted={"fp8_cache"},
 )(TritonPageAttention)

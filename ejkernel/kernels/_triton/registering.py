@@ -24,10 +24,8 @@ def refusal(device: DeviceInfo) -> str | None:
     return probe.refusal(device, interpreting())
 
 
-def register(
-    algorithm: str, *, features: Iterable[str], gradients: Iterable[str] = (), not_interpreted: Iterable[str] = ()
-) -> Callable[[T], T]:
-    """Decorate an implementation; ``not_interpreted`` are the features that the interpreter cannot run.
+def register(algorithm: str, *, features: Iterable[str], gradients: Iterable[str] = ()) -> Callable[[T], T]:
+    """Decorate an implementation.
 
     The interpreter is for proving kernels: nothing but a pin makes it run.
     """
@@ -40,7 +38,7 @@ def register(
             devices=any_device() if interpreted else gpu(),
             dtypes={"float16", "float32"} if interpreted else FLOATS,
             head_dims=multiple_of(1, at_most=LARGEST_HEAD_DIM),
-            features=frozenset(features) - (frozenset(not_interpreted) if interpreted else frozenset()),
+            features=frozenset(features),
             gradients=frozenset(gradients),
             check=refusal,
             requires=(("triton", "gpu"),) if interpreted else (("triton", "gpu"), ("jax_triton", "gpu")),

@@ -93,17 +93,16 @@ def most_tiles(tokens: int, sequences: int, size: int) -> int:
     return (tokens + owners * (size - 1)) // size
 
 
-def owners(counts: Array, length: int) -> tuple[Array, Array]:
-    """Items laid side by side, ``counts[s]`` of them for each ``s``: for item ``i < length`` its ``s``, and where ``s`` begins.
+def owners(counts: Array, items: int | Array) -> tuple[Array, Array]:
+    """Items laid side by side, ``counts[s]`` of them for each ``s``: the ``s`` of some items, and where each ``s`` begins.
 
-    Past the last item ``s`` is ``len(counts)``. In numpy if the counts are.
+    ``items``: which, or how many of the first. Past the last one ``s`` is ``len(counts)``. In numpy if the counts are.
     """
     np_ = np if isinstance(counts, np.ndarray) else jnp
     ends = np_.cumsum(counts, dtype=np.int32)
-    item = np_.arange(length, dtype=np.int32)
+    items = np_.arange(items, dtype=np.int32) if isinstance(items, int) else items
     # All comparisons at once: a search would be a loop of small steps on an accelerator.
-    owner = (ends[None, :] <= item[:, None]).sum(1, dtype=np.int32)
-    return owner, ends - counts
+    return (ends[None, :] <= items[:, None]).sum(1, dtype=np.int32), ends - counts
 
 
 @dataclass(frozen=True)
