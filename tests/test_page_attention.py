@@ -12,7 +12,7 @@ from examples import all_examples
 from examples_page_attention import make, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_jit import count_traces
 from tolerances import assert_close, assert_same
@@ -784,6 +784,30 @@ def test_inside_shard_map(walk):
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for name in grads:
         assert_close(grads[name], expected_grads[name], "float32", gradient=True, what=name)
+
+
+@slow
+def test_packed_queries_with_heads_over_a_mesh():
+    """By the compiler, which has nothing to gather, and inside shard_map."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    arrays = arrays_of([20, 7, 9], group=2, sinks="own", scales="own", chunks=[4, 2, 0], padding=2)
+    by_head = P(None, "model")
+    specs = {"query": by_head, "key_cache": by_head, "value_cache": by_head}
+    specs = {n: specs.get(n, P("model") if n in FLOATS else P()) for n in arrays}
+
+    def run(arrays):
+        return page_attention(**arrays, return_lse=True)
+
+    def gradients(arrays):
+        return jax.grad(lambda f: (run({**arrays, **f})[0] ** 2).sum())(floats_of(arrays))
+
+    spread = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=(by_head, by_head))
+    for function, expected in ((run, run), (gradients, gradients), (mapped, run)):
+        step = jax.jit(function)
+        for a, b in zip(*map(jax.tree.leaves, (step(spread), expected(arrays))), strict=True):
+            assert_close(a, b, "float32", gradient=True)
+        assert not re.search(r"all-gather|all-to-all|collective-permute", step.lower(spread).compile().as_text())
 
 
 Q, C = jnp.ones((2, 4, 8)), jnp.ones((6, 2, 4, 8))
