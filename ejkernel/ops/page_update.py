@@ -42,7 +42,8 @@ def page_update(
 ) -> tuple[Array, Array]:
     """Write the newest tokens of each sequence where ``page_attention`` with the same arguments reads them.
 
-    Inside a ``jit`` whose caches are donated nothing is copied: only the new tokens are written.
+    Inside a ``jit`` whose caches are donated nothing is copied: only the new tokens are written. (But for caches of float8 on a
+    CPU, and of bfloat16 until jax 0.10, which XLA copies there.)
 
     Args:
         key_cache, value_cache: ``[num_blocks, Hkv, block_size, D]`` and ``[num_blocks, Hkv, block_size, Dv]``.
