@@ -14,6 +14,7 @@ def reference(
     softmax_scale=None,
     block_size=None,
     *,
+    cum_seqlens_q=None,
     sliding_window=None,
     logits_soft_cap=None,
     softmax_aux=None,
@@ -22,7 +23,18 @@ def reference(
     num_splits=None,
     return_lse=False,
 ):
-    """All pages side by side, then dense attention over what a sequence owns and its window shows."""
+    """All pages side by side, then dense attention over what a sequence owns and its window shows.
+
+    Packed tokens are sequences of their own: each sees as much of its sequence's context as if it were the last token.
+    """
+    if cum_seqlens_q is not None:
+        token = jnp.arange(query.shape[0])[:, None]
+        mine = (token >= cum_seqlens_q[:-1]) & (token < cum_seqlens_q[1:])
+        padding, owner = ~mine.any(1), mine.argmax(1)
+        query = jnp.where(padding[:, None, None], 0, query)
+        after = cum_seqlens_q[1:][owner] - token[:, 0]
+        context_lens = jnp.where(padding, 0, context_lens[owner] - after + 1)
+        block_tables = block_tables[owner]
     batch, heads, dim = query.shape
     blocks, kv_heads, size, _ = value_cache.shape
     group, length = heads // kv_heads, block_tables.shape[1] * size
@@ -66,11 +78,15 @@ def make(
     sinks=None,
     scales=None,
     shared=(),
+    chunks=None,
+    padding=0,
 ):
     """Pages in no order, and every entry and token that is not owned poisoned.
 
-    ``shared``: triples (sequence, other, pages): the first pages of one are those of the other.
+    ``shared``: triples (sequence, other, pages): the first pages of one are those of the other. ``chunks``: how many query tokens
+    each sequence has, packed, with so many tokens of ``padding`` behind them; without any, a context is not read.
     """
+    read = [length if n else 0 for length, n in zip(lens, chunks or [1] * len(lens), strict=True)]
 
     def build(rng):
         batch = len(lens)
@@ -78,13 +94,13 @@ def make(
         order = rng.permutation(blocks)
         tables = np.full((batch, max_blocks), -1, np.int32)
         used = np.zeros((blocks, size), bool)
-        for b, length in enumerate(lens):
+        for b, length in enumerate(read):
             count = -(-length // size)
             tables[b, :count] = order[b * max_blocks : b * max_blocks + count]
             tables[b, count:] = rng.choice([-1, blocks + 7, np.iinfo(np.int32).max, order[-1]], max_blocks - count)
         for b, other, pages in shared:
             tables[b, :pages] = tables[other, :pages]
-        for b, length in enumerate(lens):
+        for b, length in enumerate(read):
             for t in range(length):
                 used[tables[b, t // size], t % size] = True
         hidden = ~used[:, None, :, None]
@@ -96,13 +112,17 @@ def make(
             values = np.where(hidden, np.nan, rng.standard_normal(shape))
             return values if cache is None else np.asarray(jnp.asarray(values, jnp.float32).astype(cache))
 
+        tokens = batch if chunks is None else sum(chunks)
+        query = rng.standard_normal((tokens, kv_heads * group, dim))
         arrays = {
-            "query": rng.standard_normal((batch, kv_heads * group, dim)),
+            "query": np.concatenate([query, np.full((padding, *query.shape[1:]), np.nan)]),
             "key_cache": pages(dim),
             "value_cache": pages(value_dim or dim),
             "context_lens": np.asarray(lens, np.int32),
             "block_tables": tables,
         }
+        if chunks is not None:
+            arrays["cum_seqlens_q"] = np.cumsum([0, *chunks]).astype(np.int32)
         if sinks is not None:
             shape = (2,) if sinks == "shared" else (kv_heads * group, 3)
             arrays["softmax_aux"] = rng.standard_normal(shape)
@@ -129,7 +149,7 @@ def example(name, make, statics=None, differentiable=FLOATS, features=(), keep=(
         statics or {},
         differentiable,
         frozenset(features),
-        BATCH,
+        {} if "varlen" in features else BATCH,
         frozenset(keep),
     )
 
@@ -188,6 +208,32 @@ EXAMPLES = [
         {"scales", "fp8_cache", "soft_cap"},
         keep=("key_cache", "value_cache", "k_scale", "v_scale"),
     ),
+    example(
+        "chunks",
+        make([9, 0, 20, 6, 5], chunks=[3, 0, 1, 0, 5], padding=2),
+        {"return_lse": True},
+        features={"varlen", "lse"},
+    ),
+    example(
+        "chunks_int8",
+        make([13, 4, 20], kv_heads=1, group=3, cache="int8", scales="own", chunks=[2, 4, 3], padding=1),
+        {"sliding_window": (6, 0)},
+        ("query", "k_scale", "v_scale"),
+        {"varlen", "gqa", "scales", "int8_cache", "window"},
+    ),
+    example(
+        "chunks_and_everything",
+        make(
+            [20, 0, 7, 13],
+            **{"group": 2, "dim": 6, "value_dim": 5, "sinks": "own", "scales": "own", "shared": [(3, 0, 2)]},
+            chunks=[5, 0, 1, 6],
+            padding=3,
+        ),
+        {"sliding_window": (9, 1), "logits_soft_cap": 1.5, "num_splits": 2, "return_lse": True, "softmax_scale": 0.4},
+        (*FLOATS, "softmax_aux", "k_scale", "v_scale"),
+        {"varlen", "gqa", "value_dim", "window", "soft_cap", "sinks", "scales", "lse"},
+    ),
+    # The last one is also that of the files which spread a batch over devices: it has one.
     example(
         "everything",
         make([20, 0, 7, 13], group=2, dim=6, value_dim=5, sinks="own", scales="own", shared=[(3, 0, 2)]),

@@ -11,7 +11,7 @@ from cases import named
 from examples import all_examples
 from jax.sharding import AxisType
 
-from ejkernel import flash_attention, ring_attention
+from ejkernel import flash_attention, merge_attention, page_update, ring_attention
 from ejkernel.utils import values
 
 
@@ -72,6 +72,12 @@ def eager_calls():
         calls[f"flash_attention-{case}"] = functools.partial(flash_attention, **arrays, **statics)
     for example in all_examples():
         calls[str(example)] = functools.partial(example.run, example.arrays())
+    cache, new, out = jnp.zeros((4, 2, 4, 8), jnp.int8), jnp.ones((3, 2, 8)), jnp.ones((3, 2, 8))
+    where = (jnp.array([5, 3]), jnp.array([[0, 1], [2, -1]]))
+    calls["page_update"] = functools.partial(
+        *(page_update, cache, cache, new, new, *where), cum_seqlens_q=jnp.array([0, 2, 3]), k_scale=0.1, v_scale=0.1
+    )
+    calls["merge_attention"] = functools.partial(merge_attention, out, out[..., 0], out, out[..., 1])
     return calls
 
 

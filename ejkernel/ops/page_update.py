@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Integer, Num
 
 from ejkernel.errors import UnsupportedError
@@ -42,7 +42,8 @@ def page_update(
 ) -> tuple[Array, Array]:
     """Write the newest tokens of each sequence where ``page_attention`` with the same arguments reads them.
 
-    Inside a ``jit`` whose caches are donated nothing is copied: only the new tokens are written.
+    Inside a ``jit`` whose caches are donated nothing is copied: only the new tokens are written. (But for caches of float8 on a
+    CPU, and of bfloat16 until jax 0.10, which XLA copies there.)
 
     Args:
         key_cache, value_cache: ``[num_blocks, Hkv, block_size, D]`` and ``[num_blocks, Hkv, block_size, Dv]``.
@@ -110,12 +111,12 @@ def _slots(cache: Array, key: Array, lens: Any, tables: Any, offsets: Any) -> tu
     """The block and the slot of each token, ``[T]``; blocks past the end, each another, for what is not written."""
     blocks, _, block_size, _ = cache.shape
     tokens = key.shape[0]
-    arrays = {"query": key, **placement(lens, tables, offsets, tokens, block_size)}
-    s = sequences({name: array[None] for name, array in arrays.items()})
     token = jnp.arange(tokens, dtype=jnp.int32)
     none = blocks + token
-    if not s.size or not s.tables.shape[1]:
+    if 0 in tables.shape:
         return none, jnp.zeros_like(token)
+    arrays = {"query": key, **placement(lens, tables, offsets, tokens, block_size)}
+    s = sequences({name: array[None] for name, array in arrays.items()})
     owner, owned = s.owner() if s.packed else (token, True)
     position = s.lens[owner] - s.count[owner] + token - s.begin[owner]
     entry = s.tables[owner, jnp.clip(position // block_size, 0, s.tables.shape[1] - 1)]
@@ -125,33 +126,36 @@ def _slots(cache: Array, key: Array, lens: Any, tables: Any, offsets: Any) -> tu
 
 def _written(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array, Array]) -> Array:
     """The cache with the tokens in their slots."""
+    if jnp.dtype(cache.dtype).name in NARROW_CACHES:
+        return _quantised(cache, tokens, scale, at)
+    return _scattered(cache, _divided(tokens, scale).astype(cache.dtype), at)
+
+
+def _scattered(cache: Array, stored: Array, at: tuple[Array, Array]) -> Array:
     blocks, slots = at
-    stored = _stored(tokens, scale, cache.dtype)
     return cache.at[blocks, :, slots].set(stored, mode="drop", unique_indices=True)
 
 
-def _stored(tokens: Array, scale: Array | None, dtype: Any) -> Array:
-    """The tokens as a cache of a dtype holds them."""
-    name = jnp.dtype(dtype).name
-    if name not in NARROW_CACHES:
-        return _divided(tokens, scale).astype(dtype)
+@jax.custom_jvp
+def _quantised(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array, Array]) -> Array:
+    """The same for a cache of 8 bits."""
+    x = _divided(tokens, scale)
+    if cache.dtype == jnp.int8:
+        return _scattered(cache, jnp.clip(jnp.round(jnp.nan_to_num(x, nan=0.0)), -127, 127).astype(jnp.int8), at)
+    largest = float(jnp.finfo(cache.dtype).max)
+    stored = jnp.clip(x, -largest, largest).astype(cache.dtype)
+    # As bytes: a CPU's compiler converts all of a float8 array to float16 and back for a scatter, which takes seven times
+    # as long and need not keep a NaN's bits.
+    pages, stored = (lax.bitcast_convert_type(array, jnp.uint8) for array in (cache, stored))
+    return lax.bitcast_convert_type(_scattered(pages, stored, at), cache.dtype)
 
-    @jax.custom_jvp
-    def quantised(tokens, scale):
-        x = _divided(tokens, scale)
-        if name == "int8":
-            return jnp.clip(jnp.round(jnp.nan_to_num(x, nan=0.0)), -127, 127).astype(dtype)
-        largest = float(jnp.finfo(dtype).max)
-        return jnp.clip(x, -largest, largest).astype(dtype)
 
-    @quantised.defjvp
-    def refuse(*_):
-        raise UnsupportedError(
-            f"page_update: there is no gradient through a cache of {name}: stop the gradient of key and value, or "
-            "differentiate with caches of their own dtype."
-        )
-
-    return quantised(tokens, scale)
+@_quantised.defjvp
+def _refuse(primals: tuple, tangents: tuple) -> None:
+    raise UnsupportedError(
+        f"page_update: there is no gradient through a cache of {primals[0].dtype}: stop the gradient of key, value and "
+        "caches, or differentiate with caches of the key's dtype."
+    )
 
 
 def _divided(tokens: Array, scale: Array | None) -> Array:

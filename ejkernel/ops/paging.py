@@ -160,11 +160,19 @@ def placement(lens: Any, tables: Any, offsets: Any, tokens: int, block_size: int
     lens, tables = jnp.asarray(lens), jnp.asarray(tables)
     found = {
         "context_lens": _clipped(lens, tables.shape[1] * block_size),
-        "block_tables": tables.astype(jnp.int32),
+        "block_tables": _entries(tables),
     }
     if offsets is not None:
         found["query_starts"] = lax.cummax(_clipped(jnp.asarray(offsets), tokens))
     return found
+
+
+def _entries(tables: Array) -> Array:
+    """As int32; an entry that is too wide for it must not become that of a block."""
+    if tables.dtype.itemsize < 4 or tables.dtype == jnp.int32:
+        return tables.astype(jnp.int32)
+    least = 0 if jnp.issubdtype(tables.dtype, jnp.unsignedinteger) else -1
+    return jnp.clip(tables, least, np.iinfo(np.int32).max).astype(jnp.int32)
 
 
 def _clipped(values: Array, most: int) -> Array:
