@@ -77,7 +77,10 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, device: Devi
 
 def defaults(shapes: dict[str, Any], device: DeviceInfo | None) -> FwdParams:
     """Tiles where nothing was tuned."""
-    return few_queries.defaults(*_sizes(shapes), shapes["query"].dtype, device)
+    query, key, value = shapes["query"], shapes["key"], shapes["value"]
+    rows = query.shape[1] * (query.shape[2] // key.shape[2])
+    width = max(query.shape[3], value.shape[3])
+    return few_queries.defaults(rows, width, 0, query.dtype, key.dtype, device)
 
 
 def candidates(shapes: dict[str, Any], device: DeviceInfo | None) -> list[FwdParams]:
@@ -89,9 +92,3 @@ def effective(shapes: dict[str, Any], params: FwdParams, device: DeviceInfo | No
     """The parameters as the kernel uses them: all rows of a sequence are in one tile."""
     first = defaults(shapes, device)
     return few_queries.effective(replace(params, q_blocksize=first.q_blocksize), first)
-
-
-def _sizes(shapes: dict[str, Any]) -> tuple[int, int]:
-    """Rows of a sequence and key head, and the wider head dim."""
-    query, key, value = shapes["query"], shapes["key"], shapes["value"]
-    return query.shape[1] * (query.shape[2] // key.shape[2]), max(query.shape[3], value.shape[3])

@@ -16,7 +16,7 @@ from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._triton.call import call, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import padded
-from ejkernel.kernels._triton.page_plan import Plan, plan, tile_count
+from ejkernel.kernels._triton.page_plan import ROUNDING, Plan, plan, tile_count
 from ejkernel.kernels.common.query_tiles import Sequences
 
 # Rows a tile: tensor cores take 16 at least. Above the second, sequences with few rows get tiles of their own.
@@ -161,16 +161,31 @@ def attend(
     return out, lse
 
 
-def defaults(rows: int, width: int, dtype: Any, device: DeviceInfo | None) -> FwdParams:
-    """Tiles where nothing was tuned, for so many rows of a sequence and key head (on the average) and the wider head dim."""
+def defaults(rows: int, width: int, page: int, dtype: Any, cache: Any, device: DeviceInfo | None) -> FwdParams:
+    """Tiles where nothing was tuned.
+
+    ``rows`` of a sequence and key head (on the average), ``width`` is the wider head dim, ``page`` tokens a page (0: none).
+    """
     rows = min(MOST_ROWS, max(FEWEST_ROWS, power_of_two(rows)))
-    wide = padded(width) > 128
+    wide, narrow = padded(width) > 128, padded(width) <= 64
     if dtype == jnp.float32:
         return FwdParams(q_blocksize=min(rows, 32), kv_blocksize=16 if wide else 32, num_warps=4, num_stages=1)
-    keys = 32 if wide else 64
     if device is not None and device.vendor == "amd":
-        return FwdParams(q_blocksize=min(rows, 64), kv_blocksize=keys, num_warps=4, num_stages=1)
-    return FwdParams(q_blocksize=rows, kv_blocksize=keys, num_warps=8 if rows > 64 else 4, num_stages=3)
+        return FwdParams(q_blocksize=min(rows, 64), kv_blocksize=32 if wide else 64, num_warps=4, num_stages=1)
+    if rows > FEW_ROWS:
+        return FwdParams(q_blocksize=rows, kv_blocksize=32 if wide else 64, num_warps=8, num_stages=5)
+    if jnp.dtype(cache).name in NARROW:
+        keys, warps, stages = (32 if wide else 64), 2, 5
+    elif wide:
+        keys, warps, stages = 32, 4, 5
+    elif narrow:
+        keys, warps, stages = 128, 2, 3
+    else:
+        # Pages that take a whole step are addressed by one entry of the table.
+        keys, warps, stages = (64, 4, 5) if page >= 64 and page % 64 == 0 else (128, 4, 3)
+    if rows > 32:
+        keys, warps = min(keys, 64), max(warps, 4)
+    return FwdParams(q_blocksize=rows, kv_blocksize=keys, num_warps=warps, num_stages=stages)
 
 
 def candidates(first: FwdParams, dtype: Any) -> list[FwdParams]:
@@ -179,9 +194,9 @@ def candidates(first: FwdParams, dtype: Any) -> list[FwdParams]:
         return []
     return [
         replace(first, kv_blocksize=keys, num_warps=warps, num_stages=stages)
-        for keys in (32, 64, 128)
-        for warps in (first.num_warps, 2 * first.num_warps)
-        for stages in (2, 3, 5)
+        for keys in (64, 128)
+        for warps in ((2, 4) if first.q_blocksize <= FEW_ROWS else (4, 8))
+        for stages in (3, 5)
     ]
 
 
@@ -224,6 +239,7 @@ def _planned(
             block=block,
             left=-1 if r.left is None else r.left,
             pieces=params.num_key_splits or 0,
+            rounding=ROUNDING,
             **sizes,
         ),
         num_warps=4,

@@ -56,15 +56,18 @@ def forward(
         if params.q_blocksize > FEW_ROWS:
             is_few = s.count * rows.group <= few
             small = replace(s, count=jnp.where(is_few, s.count, 0), lens=jnp.where(is_few, s.lens, 0))
-            result = attend(rows, small, replace(params, q_blocksize=few, **SMALL), device, single=True)
+            result = attend(rows, small, effective_few(rows, few, device), device, single=True)
             s = replace(s, count=jnp.where(is_few, 0, s.count))
         s = with_padding(s, arrays["query_starts"], tokens)
     out, lse = attend(rows, s, params, device, before=result)
     return out.reshape(examples, tokens, heads, -1), lse.reshape(examples, tokens, heads)
 
 
-# How sequences with few rows run beside others.
-SMALL: dict[str, int] = {"kv_blocksize": 64, "num_warps": 4, "num_stages": 3}
+def effective_few(r: Rows, few: int, device: DeviceInfo | None) -> FwdParams:
+    """How sequences with few rows run beside others."""
+    width = max(r.query.shape[2], r.value.shape[-1])
+    first = few_queries.defaults(few, width, r.page, r.query.dtype, r.key.dtype, device)
+    return replace(first, q_blocksize=few)
 
 
 def effective(shapes: dict[str, Any], params: FwdParams, device: DeviceInfo | None) -> FwdParams:
@@ -74,11 +77,13 @@ def effective(shapes: dict[str, Any], params: FwdParams, device: DeviceInfo | No
 
 def defaults(shapes: dict[str, Any], device: DeviceInfo | None) -> FwdParams:
     """Tiles where nothing was tuned."""
-    _, tokens, heads, dim = shapes["query"].shape
-    rows = heads // shapes["key_cache"].shape[2]
+    query, keys = shapes["query"], shapes["key_cache"]
+    _, tokens, heads, dim = query.shape
+    rows = heads // keys.shape[2]
     if "query_starts" in shapes:
         rows *= -(-tokens // max(1, shapes["context_lens"].shape[1]))
-    return few_queries.defaults(rows, max(dim, shapes["value_cache"].shape[4]), shapes["query"].dtype, device)
+    width = max(dim, shapes["value_cache"].shape[4])
+    return few_queries.defaults(rows, width, keys.shape[3], query.dtype, keys.dtype, device)
 
 
 class TritonPageAttention:

@@ -74,6 +74,7 @@ class ScheduleConstants:
     bn: int
     left: int
     pieces: int
+    rounding: int
 
 
 @triton.jit
@@ -99,10 +100,15 @@ def schedule(
     steps = tl.where(needed, tl.maximum(tl.cdiv(stop, C.bn) - first_step, 1), 0)
     ends = tl.cumsum(steps, 0) * C.k_heads
     total = tl.sum(steps, 0) * C.k_heads
+    longest = tl.maximum(tl.max(steps, 0), 1)
     if C.pieces > 0:
-        share = tl.maximum(tl.cdiv(tl.max(steps, 0), C.pieces), 1)
+        share = tl.cdiv(longest, C.pieces)
     else:
         share = tl.maximum(tl.cdiv(total, programs), 1)
+        # As ``page_plan.even_share``.
+        part = tl.cdiv(longest, tl.maximum(longest // share, 1))
+        rounded = tl.where(share > longest, tl.cdiv(share, longest) * longest, part)
+        share = tl.where(rounded * C.rounding <= share * (C.rounding + 1), rounded, share)
     program = tl.program_id(0) * C.block + tl.arange(0, C.block)
     position = program * share
     before = ends[None, :] <= position[:, None]

@@ -18,6 +18,9 @@ import numpy as np
 
 from ejkernel.kernels.common.query_tiles import Sequences, most_tiles, owners
 
+# A share may grow by one part in so many.
+ROUNDING = 24
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -39,6 +42,18 @@ def tile_count(tokens: int, sequences: int, group: int, bm: int, packed: bool) -
         return most_tiles(tokens * group, sequences, bm)
     rows = tokens // sequences * group
     return sequences * -(-rows // bm)
+
+
+def even_share(np_: Any, share: Any, longest: Any) -> Any:
+    """The share rounded up to whole tiles, or to a whole part of one, where that adds little: tiles are then cut less often.
+
+    ``longest``: the steps of the longest tile with one head.
+    """
+    share = np_.maximum(share, 1)
+    whole = -(-share // longest) * longest
+    part = -(-longest // np_.maximum(longest // share, 1))
+    rounded = np_.where(share > longest, whole, part)
+    return np_.where(rounded * ROUNDING <= share * (ROUNDING + 1), rounded, share)
 
 
 def plan(
@@ -74,7 +89,8 @@ def plan(
     # A tile that sees nothing has one step too: it writes zeros.
     steps = np_.where(needed, np_.maximum(-(-stop // bn) - first_step, 1), 0).astype(np.int32)
     total = steps.sum(dtype=np.int32) * k_heads
-    share = np_.maximum(-(-steps.max() // pieces) if pieces else -(-total // programs), 1)
+    longest = np_.maximum(steps.max(), 1)
+    share = -(-longest // pieces) if pieces else even_share(np_, -(-total // programs), longest)
     position = np_.arange(programs, dtype=np.int32) * share
     at, begins = owners(steps * k_heads, position)
     offset = position - begins[np_.minimum(at, n - 1)]
