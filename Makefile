@@ -4,12 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JAX ?=
 TESTS ?= tests
+# Of slow tests: an expression of markers.
+MARKED ?=
 JOBS ?= 2
 GPU_JOBS ?= 4
 # JAX's CUDA plugin compiles for GPUs that are not there: without CUDA's libraries, which only a GPU needs.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK := 1
 
-.PHONY: demo test test-full test-gpu typecheck lint format docs bench wheel clean
+.PHONY: demo test test-slow test-full test-gpu typecheck lint format docs bench wheel clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,7 +34,7 @@ demo: $(VENV)/.demo  ## install, then a page about this machine: which kernels i
 # A lane of the suite: $(1) are its options. Triton's interpreter patches Triton, so what it runs has a process of its own.
 define lane
 @begin=$$(date +%s); \
-run() { $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(1) $(TESTS) || [ $$? -eq 5 -a "$(TESTS)" != tests ]; }; \
+run() { $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(1) $(TESTS) || [ $$? -eq 5 -a "$(TESTS)$(MARKED)" != tests ]; }; \
 run && \
 if $(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)"; then \
   (export TRITON_INTERPRET=1 OPENBLAS_NUM_THREADS=1; run); \
@@ -44,6 +46,9 @@ endef
 
 test: $(VENV)/.test  ## install, then the short lane: every property, implementation and feature; TESTS=tests/test_x.py: a part
 	$(call lane,-m "not slow")
+
+test-slow: $(VENV)/.test  ## what make test leaves out; MARKED="interpreted" or "not compiled": a part
+	$(call lane,-m "slow$(if $(MARKED), and ($(MARKED)))")
 
 test-full: $(VENV)/.test  ## everything
 	$(call lane)

@@ -81,8 +81,12 @@ def test_patterns_combine_with_patterns_alone():
 @pytest.mark.parametrize(
     "statics",
     [
-        {"causal": True, "sliding_window": (13, 0)},
-        *[pytest.param(x, marks=slow) for x in ({}, {"causal": True}, {"sliding_window": (None, 2)})],
+        # Wide enough for a block that needs no mask between two that do, which the list has first.
+        {"causal": True, "sliding_window": (37, 0)},
+        *[
+            pytest.param(x, marks=slow)
+            for x in ({}, {"causal": True}, {"sliding_window": (None, 2)}, {"causal": True, "sliding_window": (13, 0)})
+        ],
     ],
 )
 def test_a_full_mask_is_flash_attention(entry, statics):

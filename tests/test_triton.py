@@ -35,7 +35,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-H200, MI300X = "nvidia-h200", "amd-mi300x"
+H200, L4, MI300X = "nvidia-h200", "nvidia-l4", "amd-mi300x"
 # The default blocks were picked with this one; what another compiler spills is not ours to promise.
 PICKED_WITH = "3.6."
 
@@ -234,15 +234,16 @@ EVERYTHING_PACKED = ("mask", "bias", "segments", "varlen", "sinks", "dropout", "
 ALONE = ((), ("soft_cap",), ("dropout",), ("mask",), ("bias",), ("segments",), ("varlen",), ("sinks", "window"))
 FEW = ((), ("dropout",), ("bias",), EVERYTHING_PACKED)
 KERNELS = ("forward", "backward_keys", "backward_queries", "backward_bias")
-# Every kernel once a vendor, as little and as much as it may be asked for.
+# Every kernel once a vendor, as little and as much as it may be asked for; and the widest heads where there is least room.
 SHORT_GRID = [
-    (chip, *rest) for chip in (H200, MI300X) for rest in ((128, None, ((),)), (64, None, (EVERYTHING_PACKED,)))
+    *[(chip, *rest) for chip in (H200, MI300X) for rest in ((128, None, ((),)), (64, None, (EVERYTHING_PACKED,)))],
+    (L4, 256, None, ((),)),
 ]
 HALF_GRID = [
     *[(H200, dim, None, (*ALONE, EVERYTHING, EVERYTHING_PACKED)) for dim in (64, 128, 256)],
     (H200, 192, 128, FEW),
     *[(chip, dim, None, FEW) for chip in ("nvidia-a100", "nvidia-b200", MI300X) for dim in (64, 128, 256)],
-    ("nvidia-l4", 128, None, FEW),
+    *[(L4, dim, None, FEW) for dim in (64, 128, 256)],
 ]
 # At 256 the products outside of the tensor cores hold more than the registers, whatever the tile.
 FULL_GRID = [(chip, dim, None, ((), EVERYTHING)) for chip in ("nvidia-a100", H200) for dim in (64, 128)]
@@ -251,7 +252,7 @@ FULL_GRID = [(chip, dim, None, ((), EVERYTHING)) for chip in ("nvidia-a100", H20
 def over_the_limits(chip, kernel, dim, value_dim, dtype, feature_sets):
     """What spills, or asks for more shared memory than a block may have."""
     kept_compilations()
-    spills_count = triton.__version__.startswith(PICKED_WITH)
+    spills_count = triton.__version__.startswith(PICKED_WITH) and (chip, dim) != (L4, 256)
     chip = CHIPS[chip]
     found, count = [], 0
     for features in feature_sets:

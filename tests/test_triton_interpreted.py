@@ -65,7 +65,13 @@ def test_nothing_but_a_pin_makes_the_interpreter_run():
 # The interpreter runs programs one after another: few of them.
 SMALL = {"batch": 1, "kv_heads": 1, "head_dim": 8, "value_dim": 8, "q_len": 21, "kv_len": 21}
 FEATURES = sorted(OPERATION.features)
-SIZES = {"gqa": {"group": 2}, "value_dim": {"value_dim": 20}, "cross": {"q_len": 18, "kv_len": 35}}
+# The bias is one that batch and heads share; test_all_features_together has one that they do not.
+SIZES = {
+    "gqa": {"group": 2},
+    "value_dim": {"value_dim": 20},
+    "cross": {"q_len": 18, "kv_len": 35},
+    "bias": {"variant": 2},
+}
 
 
 @pytest.mark.parametrize("feature", ["plain", *FEATURES])

@@ -21,7 +21,8 @@ MOST_WARPS, MOST_WARPS_ON_AMD = 32, 16
 
 # Tiles by generation and padded head dim. Forward and a block of keys: (queries, keys, warps, stages); a block of queries:
 # (queries, keys), its warps and stages follow. In each, for calls with: masks known beforehand; a cap or dropout; one
-# array that decides what is visible; several of these. They fit the chips' shared memory and spill no register.
+# array that decides what is visible; several of these. They fit the chips' shared memory and spill no register, but for at
+# most 16 bytes a thread with the widest heads on small chips.
 Tiles = tuple[tuple[int, ...], ...]
 FORWARD: dict[str, dict[int, Tiles]] = {
     "hopper": {
