@@ -77,6 +77,10 @@ SHAPES = {
     "padding mask, 8k": shape(2, 8192, 16, 128, mask=True),
     "chunked prefill, 512 of 8k": shape(1, 512, 32, 128, 8, kv_len=8192, causal=True, forward_only=True),
     "decode, 8k": shape(8, 1, 32, 128, 8, kv_len=8192, causal=True, forward_only=True),
+    "decode, 32 of 8k": shape(32, 1, 32, 128, 8, kv_len=8192, causal=True, forward_only=True),
+    "decode, 32 of 8k, 4 tokens": shape(32, 4, 32, 128, 8, kv_len=8192, causal=True, forward_only=True),
+    "decode, 1 of 64k": shape(1, 1, 32, 128, 8, kv_len=65536, causal=True, forward_only=True),
+    "decode, GPT-OSS, 64 of 4k": shape(64, 1, 64, 64, 8, kv_len=4096, causal=True, sinks=True, forward_only=True),
 }
 
 

@@ -5,7 +5,7 @@ A module ``examples_<operation>.py`` holds a list ``EXAMPLES``; the files that a
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class Example:
         made = self.make(np.random.default_rng(seed))
         return {name: jax.tree.map(cast(name), tree) for name, tree in made.items()}
 
+    def at(self, subject):
+        """The example with the gradients that an implementation has."""
+        own = tuple(name for name in self.differentiable if name in subject.support.gradients)
+        return self if own == self.differentiable else replace(self, differentiable=own)
+
     def run(self, arrays, **more):
         """The operation's result."""
         return getattr(ejkernel, self.operation)(**arrays, **self.statics, **more)
@@ -103,11 +108,14 @@ def all_examples():
     return [example for module in modules for example in module.EXAMPLES]
 
 
-def each_example(*, main=False, dtypes="main", interpreted="slow", short="all"):
+def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", differentiates=False):
     """Parameters ``subject, example`` of a test: each example on each implementation that this machine can run.
 
     With ``main`` two examples an operation: its first, and its last, which has the most features. ``short`` says which
     ``make test`` runs: ``"all"``, ``"main"`` or the ``"last"``; ``interpreted`` as in ``subjects.each_subject``.
+
+    An implementation without a gradient gets examples that do not ask for it; a test that only ``differentiates`` leaves
+    out those that have none to ask for.
     """
     by_operation = {}
     for example in all_examples():
@@ -120,11 +128,12 @@ def each_example(*, main=False, dtypes="main", interpreted="slow", short="all"):
     return pytest.mark.parametrize(
         ("subject", "example"),
         [
-            parameter(subject, example, slow=slow(subject, example, examples))
+            parameter(subject, example.at(subject), slow=slow(subject, example, examples))
             for operation, examples in by_operation.items()
             for example in ((examples[0], examples[-1]) if main else examples)
             for subject in subjects(operation, dtypes=dtypes)
             if subject.has(*example.features) and not (subject.interpreted and interpreted == "never")
+            if example.at(subject).differentiable or not (differentiates and example.differentiable)
         ],
     )
 

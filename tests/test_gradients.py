@@ -178,7 +178,7 @@ def test_strict_promotion(subject):
         pull(result)
 
 
-@each_example(interpreted="short")
+@each_example(interpreted="short", differentiates=True)
 def test_every_operation(subject, example):
     arrays = example.arrays(subject.dtype)
     out, grads, cotangents = gradients(example, arrays, platform=subject.platform)
@@ -187,7 +187,7 @@ def test_every_operation(subject, example):
     assert_trees_close(grads, expected, subject.dtype, gradient=True)
 
 
-@each_example(main=True, dtypes="others", short="last")
+@each_example(main=True, dtypes="others", short="last", differentiates=True)
 def test_every_operation_in_every_dtype(subject, example):
     with jax.enable_x64(subject.dtype == "float64"):
         arrays = example.arrays(subject.dtype)
@@ -197,7 +197,7 @@ def test_every_operation_in_every_dtype(subject, example):
     assert_trees_close(grads, expected, subject.dtype, gradient=True)
 
 
-@each_example(main=True, short="last")
+@each_example(main=True, short="last", differentiates=True)
 def test_every_gradient_alone(subject, example):
     """What a backward leaves out, because nobody wants it, must not change the others."""
     arrays = example.arrays(subject.dtype)

@@ -68,7 +68,7 @@ def test_layers_under_scan(subject):
     assert jnp.abs(expected).max() > 1e-3
 
 
-@each_example(main=True)
+@each_example(main=True, differentiates=True)
 def test_every_operation(subject, example):
     arrays = example.arrays(subject.dtype)
 
