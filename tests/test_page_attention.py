@@ -1068,7 +1068,7 @@ def test_samples_run(entry):
 def test_one_cpu_walks_sequence_by_sequence_and_accelerators_all_at_once():
     arrays = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays_of([20, 7]).items()}
     xla = kernel.XlaPageAttention
-    call = explain(page_attention, **arrays, device="nvidia-h200")
+    call = explain(page_attention, **arrays, device="nvidia-h200", platform="xla")
     assert call.chosen.params.q_blocksize == 2
     alone = dataclasses.replace(describe(jax.devices()[0]), shared_by=1)
     for direction in ("forward", "backward"):

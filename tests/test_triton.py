@@ -1,7 +1,6 @@
 """Triton's flash attention where there is no GPU: compiled for the chips we know, lowered for one; and on a GPU."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -9,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import jax
@@ -22,6 +20,7 @@ from conftest import bound
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tolerances import assert_close
+from triton_launches import PICKED_WITH, Launch, kept_compilations, resources, triton
 
 from ejkernel import BwdParams, FwdParams, Platform, explain, flash_attention, target
 from ejkernel.callib.chips import CHIPS
@@ -31,13 +30,10 @@ from ejkernel.kernels._triton import flash_attention as flash
 from ejkernel.kernels._triton.call import interpreting
 from ejkernel.ops.flash_attention import OPERATION
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
 if interpreting():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 H200, L4, MI300X = "nvidia-h200", "nvidia-l4", "amd-mi300x"
-# The default blocks were picked with this one; what another compiler spills is not ours to promise.
-PICKED_WITH = "3.6."
 
 
 # Another Triton, another jax-triton
@@ -148,38 +144,6 @@ def described(features, dim, dtype, value_dim=None):
     return options
 
 
-class Launch:
-    """One call of ``call``, as the module makes it."""
-
-    def __init__(self, kernel, arrays, scalars, outputs, *, programs, constants, num_warps, num_stages, device):
-        assert device is not None
-        self.kernel, self.scalars, self.constants = kernel, scalars, constants
-        self.dtypes = [x.dtype for x in arrays], [x.dtype for x in outputs]
-        self.options = {"num_warps": num_warps, "num_stages": num_stages}
-
-    def compiled(self, chip):
-        """For a chip, with what jax-triton tells the compiler: arrays are aligned, a scalar of 1 is a constant."""
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        before, after = ([f"*{NAMES[jnp.dtype(d).name]}" for d in part] for part in self.dtypes)
-        kinds = [*before, *("constexpr" if x == 1 else "i32" for x in self.scalars), *after, "constexpr"]
-        signature = dict(zip(self.kernel.arg_names, kinds, strict=True))
-        ones = {name: 1 for name, kind in signature.items() if kind == "constexpr" and name != "C"}
-        source = ASTSource(
-            self.kernel,
-            signature=signature,
-            constexprs={"C": self.constants, **ones},
-            attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind.startswith("*")},
-        )
-        nvidia = chip.vendor == "nvidia"
-        gpu = GPUTarget("cuda", chip.capability, 32) if nvidia else GPUTarget("hip", chip.arch, 64)
-        return triton.compile(source, target=gpu, options=self.options)
-
-
-NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "uint8": "u8"}
-
-
 def launches(chip, options, fwd=None, bwd=None):
     """``{kernel: [launch]}`` of the forward and of the backward that wants every gradient, by default with default parameters."""
     call, device = bound(**options)[0], describe(chip)
@@ -206,27 +170,6 @@ def launches(chip, options, fwd=None, bwd=None):
     for launch in made:
         kernels.setdefault(launch.kernel.__name__, []).append(launch)
     return kernels
-
-
-def resources(compiled):
-    """``(bytes or registers spilled to memory, bytes of shared memory)``."""
-    if "cubin" not in compiled.asm:
-        text = compiled.asm["amdgcn"]
-        # Scalar registers are spilled into vector registers, not to memory: what does not fit there is scratch.
-        counts = (r"\.vgpr_spill_count:", r"\.private_segment_fixed_size:")
-        return sum(int(re.search(rf"{name}\s+(\d+)", text)[1]) for name in counts), compiled.metadata.shared
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return sum(map(int, re.search(r"STACK:(\d+) .*LOCAL:(\d+)", text).groups())), compiled.metadata.shared
-
-
-@functools.cache
-def kept_compilations():
-    """Triton's own cache, between runs of the suite."""
-    triton.knobs.cache.dir = str(Path(__file__).parents[1] / ".cache" / "triton")
 
 
 EVERYTHING = ("mask", "bias", "segments", "sinks", "dropout", "window", "soft_cap")
@@ -331,9 +274,10 @@ def test_kernels_are_launched_with_the_effective_parameters(chip, sizes):
     q, kv, warps, stages, m, n = sizes
     fwd = FwdParams(q_blocksize=q, kv_blocksize=kv, num_warps=warps, num_stages=stages)
     bwd = BwdParams(**fwd.to_dict(), blocksize_m=m, blocksize_n=n)
-    made = launches(chip, described((), 64, "bfloat16"), fwd, bwd)
+    options = described((), 64, "bfloat16")
+    call, made = bound(**options)[0], launches(chip, options, fwd, bwd)
     fwd, bwd = (
-        flash.TritonFlashAttention.effective({}, None, params, describe(chip), direction)
+        flash.TritonFlashAttention.effective(call.shapes, call.spec, params, describe(chip), direction)
         for params, direction in ((fwd, "forward"), (bwd, "backward"))
     )
     for kernel, params in (("forward", fwd), ("backward_keys", bwd)):

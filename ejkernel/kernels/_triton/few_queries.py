@@ -14,7 +14,7 @@ from ejkernel.callib.chips import CHIPS
 from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
-from ejkernel.kernels._triton.call import call, on_nvidia
+from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import padded
 from ejkernel.kernels._triton.page_plan import ROUNDING, Plan, plan, tile_count
 from ejkernel.kernels.common.query_tiles import Sequences
@@ -27,6 +27,8 @@ MOST_WARPS = 8
 # Warps of all programs of a multiprocessor: so many are resident however many registers a kernel takes.
 WARPS_PER_CORE = 8
 CORES = 132
+# Programs of the interpreter run one after another.
+INTERPRETED_CORES = 3
 # Tiles that one launch plans, and comparisons of a program of it.
 MOST_SCHEDULED, COMPARED = 4096, 2**13
 # Caches of 8 bits, by dtype.
@@ -194,9 +196,8 @@ def candidates(first: FwdParams, dtype: Any) -> list[FwdParams]:
         return []
     return [
         replace(first, kv_blocksize=keys, num_warps=warps, num_stages=stages)
-        for keys in (64, 128)
+        for keys, stages in ((64, 3), (64, 5), (128, 3))
         for warps in ((2, 4) if first.q_blocksize <= FEW_ROWS else (4, 8))
-        for stages in (3, 5)
     ]
 
 
@@ -257,5 +258,7 @@ def _converts(narrow: str, device: DeviceInfo | None) -> bool:
 
 
 def _cores(device: DeviceInfo | None) -> int:
+    if interpreting():
+        return INTERPRETED_CORES
     chip = CHIPS.get(device.name) if device is not None else None
     return chip.sm_count if chip else CORES
