@@ -20,6 +20,8 @@ class Kernel(Protocol):
         version: raised when measurements of older versions no longer hold.
         reads: by direction, the parameters that the kernel reads. One that no implementation of an operation reads is
             refused when a caller sets it. Left out, the kernel may read any.
+        residuals: True for a kernel without a ``backward`` whose forward's pair is one that other implementations' backwards
+            take. Without it a forward that has no backward is differentiated by JAX, or makes way for one that can be.
     """
 
     name: str

@@ -82,9 +82,10 @@ class Implementation:
     def whole(self) -> bool:
         """Whether JAX differentiates the forward itself: there is no backward under the residual contract.
 
-        A kernel that states no gradient is not differentiated: another implementation's backward takes its result.
+        A kernel whose ``residuals`` are under that contract needs none: another implementation's takes its result.
         """
-        return self.plain or (getattr(self.kernel, "backward", None) is None and bool(self.support.gradients))
+        own = getattr(self.kernel, "backward", None) is not None
+        return self.plain or not (own or getattr(self.kernel, "residuals", False))
 
     def reads(self, direction: str) -> frozenset[str] | None:
         """The parameters that the kernel reads; None if it does not say."""

@@ -217,8 +217,9 @@ class PageAttention(Operation):
 
     def check_values(self, a: dict[str, Any]) -> None:
         """Concrete offsets, lengths and table entries must lie where they may."""
-        window = a["sliding_window"]
-        left, _ = _check.window("sliding_window", tuple(window) if isinstance(window, list) else window)
+        window, left = a["sliding_window"], None
+        if window is not None:
+            left, _ = _check.window("sliding_window", tuple(window) if isinstance(window, list) else window)
         check_placement_values(_check, a, a["query"], left)
 
     def prepare(self, arguments: dict[str, Any], spec: PageSpec) -> dict[str, Array]:

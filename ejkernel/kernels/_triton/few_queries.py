@@ -27,6 +27,8 @@ MOST_WARPS = 8
 # Warps of all programs of a multiprocessor: so many are resident however many registers a kernel takes.
 WARPS_PER_CORE = 8
 CORES = 132
+# So many tiles for each program are balanced well enough: they are not cut, and those that share keys run together.
+ENOUGH_TILES = 4
 # Programs of the interpreter run one after another.
 INTERPRETED_CORES = 3
 # Tiles that one launch plans, and comparisons of a program of it.
@@ -90,6 +92,7 @@ def attend(
     pieces = params.num_key_splits
     programs = _cores(device) * max(1, WARPS_PER_CORE // params.num_warps)
     programs = tiles * r.kv_heads * pieces if pieces else programs
+    whole = not pieces and tiles * r.kv_heads >= ENOUGH_TILES * programs
     p = _planned(r, s, params, tiles, programs, single, device)
     narrow = NARROW.get(r.key.dtype.name, "")
     constants = page_kernels.PageConstants(
@@ -110,6 +113,7 @@ def attend(
         k_scale=r.k_scale is not None,
         v_scale=r.v_scale is not None,
         precision="ieee" if r.query.dtype == jnp.float32 else "tf32",
+        whole=whole,
         fast_tanh=r.cap is not None and r.query.dtype != jnp.float32 and on_nvidia(device),
         cache=narrow,
         converts=_converts(narrow, device),
@@ -118,9 +122,10 @@ def attend(
         jax.ShapeDtypeStruct((tokens, heads, value_dim), r.query.dtype),
         jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
     )
+    slots = 1 if whole else 2 * programs
     parts = (
-        jax.ShapeDtypeStruct((2 * programs, bm, value_dim), jnp.float32),
-        jax.ShapeDtypeStruct((2 * programs, bm), jnp.float32),
+        jax.ShapeDtypeStruct((slots, bm, value_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, bm), jnp.float32),
     )
     nothing = r.query
     # Triton knows fewer float types of 8 bits on some chips than JAX does: kernels get bits.
@@ -135,16 +140,16 @@ def attend(
     out, lse, part, part_lse = call(
         page_kernels.attend,
         [*inputs, *here],
-        [r.tables.shape[-1], r.blocks, r.kv_len, r.batch, *steps],
+        [r.tables.shape[-1], r.blocks, r.kv_len, r.batch, *steps, tiles],
         (*results, *parts),
-        programs=programs,
+        programs=tiles * r.kv_heads if whole else programs,
         constants=constants,
         num_warps=params.num_warps,
         num_stages=params.num_stages,
         device=device,
         in_place=None if before is None else {len(inputs): 0, len(inputs) + 1: 1},
     )
-    if programs == 1:
+    if whole or programs == 1:
         return out, lse
     rows_each = bm if s.packed and not single else min(bm, max(1, s.tokens // s.size) * r.group)
     rows_each = few_rows(r.group) if single else rows_each

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.contracts.device import DeviceInfo
-from ejkernel.contracts.params import FwdParams
+from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._triton import few_queries
 from ejkernel.kernels._triton.few_queries import FEW_ROWS, Rows, attend, few_rows
 from ejkernel.kernels._triton.registering import register
@@ -91,23 +91,26 @@ class TritonPageAttention:
 
     name = "page-triton"
     version = 1
+    residuals = True
     reads: ClassVar = {"forward": READ, "backward": ()}
     forward = staticmethod(forward)
 
     @staticmethod
-    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams:
+    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Tiles where nothing was tuned."""
-        return defaults(shapes, device)
+        return defaults(shapes, device) if direction == "forward" else BwdParams()
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams]:
         """Tiles worth trying."""
+        if direction == "backward":
+            return []
         return few_queries.candidates(defaults(shapes, device), shapes["query"].dtype)
 
     @staticmethod
-    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams:
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """The parameters as the kernel uses them."""
-        return effective(shapes, params, device)
+        return effective(shapes, params, device) if direction == "forward" else BwdParams()
 
 
 register(

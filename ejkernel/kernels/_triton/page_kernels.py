@@ -23,7 +23,8 @@ class PageConstants:
 
     ``bm`` rows, ``bn`` keys, ``bd`` and ``bv`` padded head dims make a tile. ``page``: tokens a page, 0 for keys that lie in one
     array ``[sequences, kv_len, k_heads, dim]``. ``left``: how many keys before its own a row sees, -1 for all. ``causal``: whether
-    a token sees no keys after its own; without it all of a context.
+    a token sees no keys after its own; without it all of a context. ``whole``: a program has one tile with one head, and no
+    tile is shared.
     ``cache``: how keys are stored, if not in the query's dtype; ``converts``: whether the chip converts them by itself.
     """
 
@@ -44,6 +45,7 @@ class PageConstants:
     k_scale: bool
     v_scale: bool
     precision: str
+    whole: bool = False
     fast_tanh: bool = False
     cache: str = ""
     converts: bool = False
@@ -239,17 +241,24 @@ def step(top, total, acc, q_tile, first, caches, row_state, geometry, C: tl.cons
 @triton.jit
 def attend(
     q, k, v, tables, sinks, k_scales, v_scales, tiles, starts, header, out_before, lse_before,
-    max_blocks, blocks, kv_len, batch, sink_step, k_step, v_step,
+    max_blocks, blocks, kv_len, batch, sink_step, k_step, v_step, tile_count,
     out, lse, part, part_lse,
     C: tl.constexpr,
 ):  # fmt: skip
     """A program's share of the steps: the results of its tiles, and parts of those that it shares with other programs."""
     program = tl.program_id(0)
-    share = tl.load(header)
-    done = program * share
-    end = tl.minimum(done + share, tl.load(header + 1))
-    tile = tl.load(starts + program * 2)
-    offset = tl.load(starts + program * 2 + 1)
+    if C.whole:
+        # One tile with one head; programs that run together have the same head, and share keys in the second-level cache.
+        tile = program % tile_count
+        done = 0
+        end = tl.load(tiles + tile * 8 + 7)
+        offset = program // tile_count * end
+    else:
+        share = tl.load(header)
+        done = program * share
+        end = tl.minimum(done + share, tl.load(header + 1))
+        tile = tl.load(starts + program * 2)
+        offset = tl.load(starts + program * 2 + 1)
     while done < end:
         record = tiles + tile * 8
         sequence = tl.load(record)
