@@ -15,7 +15,7 @@ from jax import Array
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._triton import few_queries
-from ejkernel.kernels._triton.few_queries import FEW_ROWS, Rows, attend
+from ejkernel.kernels._triton.few_queries import MOST_ROWS, Rows, attend
 from ejkernel.kernels.common.query_tiles import Sequences
 
 # Keys from which on cutting them is worth a second launch.
@@ -30,7 +30,7 @@ def serves(shapes: dict[str, Any], spec: Any) -> bool:
     q_len, group = query.shape[1], query.shape[2] // key.shape[2]
     return (
         not (shapes.keys() - PLAIN or spec.dropout_prob)
-        and q_len * group <= FEW_ROWS
+        and q_len * group <= MOST_ROWS
         and key.shape[1] >= FEWEST_KEYS
         # Every query sees as far as its own position, or all see everything.
         and (right == 0 or q_len == 1 or (left is None and right is None))

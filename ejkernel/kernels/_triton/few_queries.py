@@ -19,8 +19,8 @@ from ejkernel.kernels._triton.flash_blocks import padded
 from ejkernel.kernels._triton.page_plan import ROUNDING, Plan, plan, tile_count
 from ejkernel.kernels.common.query_tiles import Sequences
 
-# Rows a tile: tensor cores take 16 at least. Above the second, sequences with few rows get tiles of their own.
-FEWEST_ROWS, FEW_ROWS, MOST_ROWS = 16, 64, 128
+# Rows a tile: tensor cores take 16 at least, and so many are enough for chunks of prompts, measured on an H200.
+FEWEST_ROWS, MOST_ROWS = 16, 64
 # Keys a tile.
 FEWEST_KEYS, MOST_KEYS = 16, 256
 MOST_WARPS = 8
@@ -66,34 +66,23 @@ class Rows:
         return self.query.shape[1] // self.kv_heads
 
 
-def few_rows(group: int) -> int:
-    """Rows of a tile for one token a sequence."""
-    return min(FEW_ROWS, max(FEWEST_ROWS, power_of_two(group)))
-
-
 def attend(
     r: Rows,
     s: Sequences,
     params: FwdParams,
     device: DeviceInfo | None,
-    *,
-    before: tuple[Array, Array] | None = None,
-    single: bool = False,
 ) -> tuple[Array, Array]:
-    """Output ``[T, H, Dv]`` and log-sum-exp ``[T, H]`` of all tokens; those of no sequence are as ``before``.
-
-    ``single``: no sequence has more rows than one tile takes.
-    """
+    """Output ``[T, H, Dv]`` and log-sum-exp ``[T, H]`` of all tokens, each of which is of a sequence."""
     from ejkernel.kernels._triton import page_kernels
 
     tokens, heads, dim = r.query.shape
     value_dim, bm, bn = r.value.shape[-1], params.q_blocksize, params.kv_blocksize
-    tiles = s.size if single else tile_count(s.tokens, s.size, r.group, bm, s.packed)
+    tiles = tile_count(s.tokens, s.size, r.group, bm, s.packed)
     pieces = params.num_key_splits
     programs = _cores(device) * max(1, WARPS_PER_CORE // params.num_warps)
     programs = tiles * r.kv_heads * pieces if pieces else programs
     whole = not pieces and tiles * r.kv_heads >= ENOUGH_TILES * programs
-    p = _planned(r, s, params, tiles, programs, single, device)
+    p = _planned(r, s, params, tiles, programs, device)
     narrow = NARROW.get(r.key.dtype.name, "")
     constants = page_kernels.PageConstants(
         heads=heads,
@@ -136,10 +125,9 @@ def attend(
     steps = [0 if x is None or x.shape[0] == 1 else x.shape[1] for x in (r.sinks, r.k_scale, r.v_scale)]
     work = [jnp.asarray(x) for x in (p.tiles, p.starts, p.header)]
     inputs = [r.query, keys, values, r.tables, sinks, k_scale, v_scale, *work]
-    here = (nothing, nothing) if before is None else before
     out, lse, part, part_lse = call(
         page_kernels.attend,
-        [*inputs, *here],
+        inputs,
         [r.tables.shape[-1], r.blocks, r.kv_len, r.batch, *steps, tiles],
         (*results, *parts),
         programs=tiles * r.kv_heads if whole else programs,
@@ -147,12 +135,10 @@ def attend(
         num_warps=params.num_warps,
         num_stages=params.num_stages,
         device=device,
-        in_place=None if before is None else {len(inputs): 0, len(inputs) + 1: 1},
     )
     if whole or programs == 1:
         return out, lse
-    rows_each = bm if s.packed and not single else min(bm, max(1, s.tokens // s.size) * r.group)
-    rows_each = few_rows(r.group) if single else rows_each
+    rows_each = bm if s.packed else min(bm, s.tokens // s.size * r.group)
     out, lse = call(
         page_kernels.combine,
         [part, part_lse, sinks, *work, out, lse],
@@ -179,8 +165,6 @@ def defaults(rows: int, width: int, page: int, dtype: Any, cache: Any, device: D
         return FwdParams(q_blocksize=min(rows, 32), kv_blocksize=16 if wide else 32, num_warps=4, num_stages=1)
     if device is not None and device.vendor == "amd":
         return FwdParams(q_blocksize=min(rows, 64), kv_blocksize=32 if wide else 64, num_warps=4, num_stages=1)
-    if rows > FEW_ROWS:
-        return FwdParams(q_blocksize=rows, kv_blocksize=32 if wide else 64, num_warps=8, num_stages=5)
     if jnp.dtype(cache).name in NARROW:
         keys, warps, stages = (32 if wide else 64), 2, 5
     elif wide:
@@ -190,8 +174,11 @@ def defaults(rows: int, width: int, page: int, dtype: Any, cache: Any, device: D
     else:
         # Pages that take a whole step are addressed by one entry of the table.
         keys, warps, stages = (64, 4, 5) if page >= 64 and page % 64 == 0 else (128, 4, 3)
+        if page >= 128 and page % 64 == 0:
+            warps, stages = 2, 3
     if rows > 32:
-        keys, warps = min(keys, 64), max(warps, 4)
+        spread = wide or (device is not None and device.capability >= 100)
+        keys, warps, stages = min(keys, 64), 8 if spread else 4, 3 if wide else 5
     return FwdParams(q_blocksize=rows, kv_blocksize=keys, num_warps=warps, num_stages=stages)
 
 
@@ -202,7 +189,7 @@ def candidates(first: FwdParams, dtype: Any) -> list[FwdParams]:
     return [
         replace(first, kv_blocksize=keys, num_warps=warps, num_stages=stages)
         for keys, stages in ((64, 3), (64, 5), (128, 3))
-        for warps in ((2, 4) if first.q_blocksize <= FEW_ROWS else (4, 8))
+        for warps in (2, 4)
     ]
 
 
@@ -219,15 +206,12 @@ def effective(params: FwdParams, first: FwdParams) -> FwdParams:
     )
 
 
-def _planned(
-    r: Rows, s: Sequences, params: FwdParams, tiles: int, programs: int, single: bool, device: DeviceInfo | None
-) -> Plan:
+def _planned(r: Rows, s: Sequences, params: FwdParams, tiles: int, programs: int, device: DeviceInfo | None) -> Plan:
     """The plan of a call: by one launch where lengths are data and each sequence has as many tiles as the others."""
     from ejkernel.kernels._triton import page_kernels
 
     sizes = {"k_heads": r.kv_heads, "group": r.group, "bm": params.q_blocksize, "bn": params.kv_blocksize}
-    even = single or not s.packed
-    if isinstance(s.lens, np.ndarray) or not even or tiles > MOST_SCHEDULED:
+    if isinstance(s.lens, np.ndarray) or s.packed or tiles > MOST_SCHEDULED:
         pieces = params.num_key_splits
         return plan(s, tiles, programs, **sizes, left=r.left, causal=r.causal, pieces=pieces)
     size = power_of_two(tiles)

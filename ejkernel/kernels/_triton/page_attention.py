@@ -1,22 +1,19 @@
 """Paged attention in Triton: decoding, chunks of a prompt, and both in one call.
 
-The query heads that share a key head are rows of one tile, and keys are cut into ranges of like length, so that one long
-context fills a chip as well as many short ones do; see ``page_plan.py``. Where a call may hold chunks, sequences with few
-rows and with many run in two launches with tiles of their own. Gradients are other implementations' work.
+The query heads that share a key head are rows of one tile, and programs share the steps over keys equally, so that one long
+context fills a chip as well as many short ones do; see ``page_plan.py``. Gradients are other implementations' work.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._triton import few_queries
-from ejkernel.kernels._triton.few_queries import FEW_ROWS, Rows, attend, few_rows
+from ejkernel.kernels._triton.few_queries import Rows, attend
 from ejkernel.kernels._triton.registering import register
 from ejkernel.kernels.common.query_tiles import sequences, with_padding
 
@@ -50,24 +47,10 @@ def forward(
         k_scale=arrays.get("k_scale"),
         v_scale=arrays.get("v_scale"),
     )
-    result = None
     if s.packed:
-        few = few_rows(rows.group)
-        if params.q_blocksize > FEW_ROWS:
-            is_few = s.count * rows.group <= few
-            small = replace(s, count=jnp.where(is_few, s.count, 0), lens=jnp.where(is_few, s.lens, 0))
-            result = attend(rows, small, effective_few(rows, few, device), device, single=True)
-            s = replace(s, count=jnp.where(is_few, 0, s.count))
         s = with_padding(s, arrays["query_starts"], tokens)
-    out, lse = attend(rows, s, params, device, before=result)
+    out, lse = attend(rows, s, params, device)
     return out.reshape(examples, tokens, heads, -1), lse.reshape(examples, tokens, heads)
-
-
-def effective_few(r: Rows, few: int, device: DeviceInfo | None) -> FwdParams:
-    """How sequences with few rows run beside others."""
-    width = max(r.query.shape[2], r.value.shape[-1])
-    first = few_queries.defaults(few, width, r.page, r.query.dtype, r.key.dtype, device)
-    return replace(first, q_blocksize=few)
 
 
 def effective(shapes: dict[str, Any], params: FwdParams, device: DeviceInfo | None) -> FwdParams:

@@ -240,7 +240,7 @@ def step(top, total, acc, q_tile, first, caches, row_state, geometry, C: tl.cons
 
 @triton.jit
 def attend(
-    q, k, v, tables, sinks, k_scales, v_scales, tiles, starts, header, out_before, lse_before,
+    q, k, v, tables, sinks, k_scales, v_scales, tiles, starts, header,
     max_blocks, blocks, kv_len, batch, sink_step, k_step, v_step, tile_count,
     out, lse, part, part_lse,
     C: tl.constexpr,
