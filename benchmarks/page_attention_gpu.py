@@ -1,11 +1,11 @@
 """Serving on a GPU: paged and dense decoding, chunks of prompts, mixed batches and cache updates beside the peers.
 
-    python benchmarks/page_attention_gpu.py --out FILE [--fa4 DIR,DIR...] [--parts decode,dense,...] [--plot FILE]
+    python benchmarks/page_attention_gpu.py --out FILE [--fa4 DIR,DIR...] [--parts decode,dense,...]
 
-What is reported of decoding is the bytes of keys and values over time. Calls of JAX are chained in one program, eight of
-them, so that launching from Python is not measured; the time of an eager call on the host is a part of its own. All
-implementations of a call are timed together (`ejkernel.utils.bursts` says how). Errors are those of the first and the
-last sequence against float64, by norm.
+`benchmarks/plot_pages.py` draws what it writes. What is reported of decoding is the bytes of keys and values over time.
+Calls of JAX are chained in one program, eight of them, so that launching from Python is not measured; the time of an
+eager call on the host is a part of its own. All implementations of a call are timed together (`ejkernel.utils.bursts`
+says how). Errors are those of the first and the last sequence against float64, by norm.
 """
 
 import argparse

@@ -10,13 +10,14 @@ import pytest
 from conftest import bound
 from triton_launches import PICKED_WITH, Launch, kept_compilations, resources, triton
 
-from ejkernel import Platform, explain, page_attention
+from ejkernel import Platform, explain, flash_attention, page_attention
 from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.device import describe
 from ejkernel.kernels._triton import decoding, few_queries
 from ejkernel.kernels._triton import page_attention as pages
 from ejkernel.kernels._triton.call import interpreting
 from ejkernel.kernels._triton.page_plan import plan
+from ejkernel.kernels.common.decoding import is_decoding
 from ejkernel.kernels.common.query_tiles import Sequences
 from ejkernel.ops.page_attention import OPERATION
 
@@ -140,7 +141,7 @@ def test_dense_decoding_fits(tokens):
         causal=True,
     )
     device = describe(H200)
-    assert decoding.serves(call.shapes, call.spec)
+    assert is_decoding(call.shapes, call.spec)
     params = decoding.defaults(call.shapes, device)
     made = recorded(lambda x: decoding.forward(x, call.spec, params, device), call.shapes)
     # The lengths are known, so nothing plans them on the device.
@@ -171,6 +172,21 @@ def test_what_runs_on_a_gpu():
     assert told.backward.chosen.platform is Platform.XLA
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": (100, 0)}, {"logits_soft_cap": 5.0}, {"heads": 8}, {"dim": 256}], ids=str
+)
+def test_dense_decoding_runs_on_triton_where_pallas_could(options):
+    """Also where no table has a row for the call; the backward is still Pallas'."""
+    options = dict(options)
+    heads, dim = options.pop("heads", 32), options.pop("dim", 128)
+    query, key = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4, 1, heads, dim), (4, 4096, 8, dim)))
+    told = explain(flash_attention, query, key, key, device=H200, gradients=True, **options)
+    assert told.chosen.platform is Platform.TRITON
+    assert told.backward.chosen.platform is Platform.PALLAS
+    long = jax.ShapeDtypeStruct((4, 4096, heads, dim), "bfloat16")
+    assert explain(flash_attention, long, key, key, device=H200, **options).chosen.platform is Platform.PALLAS
+
+
 def test_dense_decoding_is_for_few_queries_and_many_keys():
     def serves(q_len=1, kv_len=4096, heads=32, **options):
         arrays = {
@@ -179,7 +195,7 @@ def test_dense_decoding_is_for_few_queries_and_many_keys():
             "value": jax.ShapeDtypeStruct((2, kv_len, 8, 128), "bfloat16"),
         }
         call, _ = bound(**arrays, **options)
-        return decoding.serves(call.shapes, call.spec)
+        return is_decoding(call.shapes, call.spec)
 
     assert serves()
     assert serves(causal=True)

@@ -59,3 +59,7 @@ class Kernel(Protocol):
     ) -> FwdParams | BwdParams:
         """The parameters that the kernel will use if it is given these: clipped, and no others than it reads. Idempotent."""
         ...
+
+    def handicap(self, shapes: dict[str, Any], spec: Any, direction: str) -> int:
+        """What to take off the kernel's priority for a call that a kernel of lower priority is known to serve better."""
+        ...

@@ -15,26 +15,8 @@ from jax import Array
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._triton import few_queries
-from ejkernel.kernels._triton.few_queries import MOST_ROWS, Rows, attend
+from ejkernel.kernels._triton.few_queries import Rows, attend
 from ejkernel.kernels.common.query_tiles import Sequences
-
-# Keys from which on cutting them is worth a second launch.
-FEWEST_KEYS = 512
-PLAIN = frozenset({"query", "key", "value", "softmax_aux"})
-
-
-def serves(shapes: dict[str, Any], spec: Any) -> bool:
-    """Whether a forward is one of few queries over many keys, with nothing but causality, a window, a cap or sinks."""
-    query, key = shapes["query"], shapes["key"]
-    left, right = spec.window
-    q_len, group = query.shape[1], query.shape[2] // key.shape[2]
-    return (
-        not (shapes.keys() - PLAIN or spec.dropout_prob)
-        and q_len * group <= MOST_ROWS
-        and key.shape[1] >= FEWEST_KEYS
-        # Every query sees as far as its own position, or all see everything.
-        and (right == 0 or q_len == 1 or (left is None and right is None))
-    )
 
 
 def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, device: DeviceInfo | None) -> tuple[Array, Array]:

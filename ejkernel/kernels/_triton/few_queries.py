@@ -17,10 +17,11 @@ from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
 from ejkernel.kernels._triton.flash_blocks import padded
 from ejkernel.kernels._triton.page_plan import ROUNDING, Plan, plan, tile_count
+from ejkernel.kernels.common.decoding import MOST_ROWS
 from ejkernel.kernels.common.query_tiles import Sequences
 
-# Rows a tile: tensor cores take 16 at least, and so many are enough for chunks of prompts, measured on an H200.
-FEWEST_ROWS, MOST_ROWS = 16, 64
+# Rows a tile: tensor cores take 16 at least, and 64 are enough for chunks of prompts, measured on an H200.
+FEWEST_ROWS = 16
 # Keys a tile.
 FEWEST_KEYS, MOST_KEYS = 16, 256
 MOST_WARPS = 8

@@ -32,6 +32,7 @@ from ejkernel.kernels._triton.flash_blocks import (
 )
 from ejkernel.kernels._triton.registering import register
 from ejkernel.kernels.common import dropout, visibility
+from ejkernel.kernels.common.decoding import is_decoding
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
 
@@ -46,7 +47,7 @@ def forward(
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
     from ejkernel.kernels._triton import flash_kernels
 
-    if decoding.serves(arrays, spec):
+    if is_decoding(arrays, spec):
         return decoding.forward(arrays, spec, params, device)
     params = effective(params, device)
     p = FlashOperands(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize, device)
@@ -353,21 +354,21 @@ class TritonFlashAttention:
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Blocks where nothing was tuned: they fit the shared memory of every chip we know, and spill nothing."""
-        if direction == "forward" and decoding.serves(shapes, spec):
+        if direction == "forward" and is_decoding(shapes, spec):
             return decoding.defaults(shapes, device)
         return default(shapes, spec, device, direction)
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
         """Blocks worth trying."""
-        if direction == "forward" and decoding.serves(shapes, spec):
+        if direction == "forward" and is_decoding(shapes, spec):
             return decoding.candidates(shapes, device)
         return candidates(shapes, spec, device, direction)
 
     @staticmethod
     def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """The parameters as the kernels use them."""
-        if direction == "forward" and decoding.serves(shapes, spec):
+        if direction == "forward" and is_decoding(shapes, spec):
             return decoding.effective(shapes, params, device)
         return effective(params, device)
 

@@ -135,14 +135,15 @@ def decide(
     records = chain.records(call, device, admissible, direction)
 
     # A shipped table knows the package's own kernels: it does not keep a kernel of higher priority from its turn.
-    unmeasured = max((entry.priority for entry in admissible if entry not in records), default=None)
+    priorities = {entry: entry.priority_for(call.shapes, call.spec, direction) for entry in entries}
+    unmeasured = max((priorities[entry] for entry in admissible if entry not in records), default=None)
 
     def rank(entry: Implementation) -> tuple:
         record = records.get(entry)
-        if record and record.source == "shipped" and unmeasured is not None and unmeasured > entry.priority:
+        if record and record.source == "shipped" and unmeasured is not None and unmeasured > priorities[entry]:
             record = None
         same = forward is not None and forward.implementation == entry
-        return (record is None, record.seconds if record else 0.0, -entry.priority, not same)
+        return (record is None, record.seconds if record else 0.0, -priorities[entry], not same)
 
     admissible.sort(key=rank)
     if not admissible:
@@ -152,7 +153,7 @@ def decide(
         params, source = chain.resolve(call, device, entry, direction, records.get(entry))
         chosen = Choice(entry, params, source, device)
     candidates = tuple(
-        Candidate(entry, *_verdict(entry, chosen, refused, records)) for entry in [*admissible, *refused]
+        Candidate(entry, *_verdict(entry, chosen, refused, records, priorities)) for entry in [*admissible, *refused]
     )
     return Explanation(call, device, pins, chosen, candidates, gradients if direction == "backward" else frozenset())
 
@@ -196,7 +197,9 @@ def _unfit(entry: Implementation, call: Call, pins: Pins, gradients: frozenset[s
     return reasons
 
 
-def _verdict(entry: Implementation, chosen: Choice | None, refused: dict, records: dict) -> tuple[str, tuple[str, ...]]:
+def _verdict(
+    entry: Implementation, chosen: Choice | None, refused: dict, records: dict, priorities: dict
+) -> tuple[str, tuple[str, ...]]:
     if entry in refused:
         return "refused", refused[entry]
     assert chosen is not None
@@ -208,6 +211,6 @@ def _verdict(entry: Implementation, chosen: Choice | None, refused: dict, record
         return "slower", (f"{records[entry].seconds / records[best].seconds:.2g} x, measured",)
     if best in records:
         return "slower", ("not measured, another is",)
-    if entry.priority == best.priority:
-        return "slower", (f"priority {entry.priority} too, registered later",)
-    return "slower", (f"priority {entry.priority} < {best.priority}",)
+    if priorities[entry] == priorities[best]:
+        return "slower", (f"priority {priorities[entry]} too, registered later",)
+    return "slower", (f"priority {priorities[entry]} < {priorities[best]}",)

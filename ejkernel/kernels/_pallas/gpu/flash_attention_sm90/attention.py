@@ -17,6 +17,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
     forward_space,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
+from ejkernel.kernels.common.decoding import is_decoding
+
+# Between Triton's priority and cuDNN's.
+BELOW_TRITON = 11
 
 
 class PallasFlashAttention:
@@ -25,6 +29,11 @@ class PallasFlashAttention:
     name = "flash-sm90"
     version = 6
     reads: ClassVar = {"forward": READS, "backward": READS}
+
+    @staticmethod
+    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+        """Below Triton's for decoding: tiles of 128 queries read keys once for each query head, and nothing cuts them."""
+        return BELOW_TRITON if direction == "forward" and is_decoding(shapes, spec) else 0
 
     @staticmethod
     def forward(arrays, spec, params, *, interpret: Any = False) -> tuple[Array, Array]:
