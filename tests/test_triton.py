@@ -71,11 +71,11 @@ def test_a_triton_without_a_name_is_passed_over(monkeypatch, probed_anew, name):
     assert refusal_of_triton("nvidia-a100", "float32") == ((reason,), Platform.XLA)
 
 
-def without_capability(*args, kernel, grid, num_warps, num_stages, out_shape):
+def without_capability(*args, kernel, grid, num_warps, num_stages, input_output_aliases, out_shape):
     """As ``triton_call``, of another version."""
 
 
-def without_results(*args, kernel, grid, num_warps, num_stages, compute_capability, shapes):
+def without_results(*args, kernel, grid, num_warps, num_stages, compute_capability, input_output_aliases, shapes):
     """As ``triton_call``, of another version."""
 
 

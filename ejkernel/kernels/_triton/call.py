@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,11 @@ def on_nvidia(device: DeviceInfo | None) -> bool:
     return "rocm" not in str(jax.devices()[0].client.platform_version).lower()
 
 
+def passes_twice() -> bool:
+    """Whether an array that is changed in place is a kernel's parameter as an array and as an output."""
+    return interpreting() or results_argument() == "out_shape"
+
+
 def call(
     kernel: Any,
     arrays: Sequence[Array],
@@ -51,7 +57,8 @@ def call(
 ) -> list[Array]:
     """Run ``programs`` instances of a kernel whose parameters are the arrays, the scalars, the outputs and ``C``.
 
-    ``in_place``: by the index of an array, the output that is it: what the kernel does not write stays.
+    ``in_place``: by the index of an array, the output that is it: what the kernel does not write stays. The kernel has no
+    parameters for such outputs, unless ``passes_twice``.
 
     The kernel is compiled for ``device`` if that is a described one, else for the GPU of this process.
     """
@@ -71,14 +78,17 @@ def _on_gpu(kernel, arrays, scalars, outputs, launch: dict[str, Any], device: De
     cache.install()
     # None: that of the GPU that is here.
     capability = None if device is None or is_present(device) else device.capability or None
-    return jax_triton.triton_call(
-        *arrays,
-        *scalars,
-        kernel=kernel,
-        compute_capability=capability,
-        **launch,
-        **{results_argument(): list(outputs)},
-    )
+    with warnings.catch_warnings():
+        # What jax-triton 0.4 has instead of aliases, older ones do not have.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(
+            *arrays,
+            *scalars,
+            kernel=kernel,
+            compute_capability=capability,
+            **launch,
+            **{results_argument(): list(outputs)},
+        )
 
 
 # The interpreter patches Triton's language while it runs.

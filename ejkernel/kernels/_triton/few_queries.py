@@ -14,7 +14,7 @@ from ejkernel.callib.chips import CHIPS
 from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
-from ejkernel.kernels._triton.call import call, interpreting, on_nvidia
+from ejkernel.kernels._triton.call import call, interpreting, on_nvidia, passes_twice
 from ejkernel.kernels._triton.flash_blocks import padded
 from ejkernel.kernels._triton.page_plan import ROUNDING, Plan, plan, tile_count
 from ejkernel.kernels.common.decoding import MOST_ROWS
@@ -141,7 +141,7 @@ def attend(
         return out, lse
     rows_each = bm if s.packed else min(bm, s.tokens // s.size * r.group)
     out, lse = call(
-        page_kernels.combine,
+        page_kernels.combine_into if passes_twice() else page_kernels.combine,
         [part, part_lse, sinks, *work, out, lse],
         [rows_each, r.batch, steps[0]],
         results,

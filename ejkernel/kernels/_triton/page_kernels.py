@@ -359,12 +359,11 @@ def attend(
 
 @triton.jit
 def combine(
-    part, part_lse, sinks, tiles, starts, header, out_before, lse_before,
+    part, part_lse, sinks, tiles, starts, header, out, lse,
     rows_each, batch, sink_step,
-    out, lse,
     C: tl.constexpr,
 ):  # fmt: skip
-    """One row of a tile that several programs shared, by the first program that did not begin it."""
+    """One row of a tile that several programs shared, by the first program that did not begin it; all others stay."""
     row = tl.program_id(0) % rows_each
     program = tl.program_id(0) // rows_each + 1
     share = tl.load(header)
@@ -411,3 +410,14 @@ def combine(
             at = (tl.load(record + 3) + of // C.group).to(tl.int64) * C.heads + head * C.group + of % C.group
             tl.store(out + at * C.value_dim + columns, acc.to(out.dtype.element_ty), mask=columns < C.value_dim)
             tl.store(lse + at, tl.where(nothing, float("-inf"), top + tl.log2(total)) * LN2)
+
+
+@triton.jit
+def combine_into(
+    part, part_lse, sinks, tiles, starts, header, out_before, lse_before,
+    rows_each, batch, sink_step,
+    out, lse,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The same where a launch passes arrays that are changed in place twice, before the scalars and after them."""
+    combine(part, part_lse, sinks, tiles, starts, header, out, lse, rows_each, batch, sink_step, C)

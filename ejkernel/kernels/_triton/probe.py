@@ -16,7 +16,7 @@ from importlib import resources
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.support import is_present
 
-PARAMETERS = ("kernel", "grid", "num_warps", "num_stages", "compute_capability")
+PARAMETERS = ("kernel", "grid", "num_warps", "num_stages", "compute_capability", "input_output_aliases")
 # What ``triton_call`` calls the types of its results: the first from jax-triton 0.4 on, the second before.
 RESULTS = ("out_type", "out_shape")
 LOWERING = "jaxlib.gpu_triton"
