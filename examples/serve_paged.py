@@ -357,7 +357,8 @@ def llama(layers, batch, context, steps, page=64):
         tokens, caches = serve_step(model, weights, caches, tokens, lens - 1, offsets, lens, tables)
     tokens.block_until_ready()
     seconds = (time.perf_counter() - begin) / steps
-    read = sum(x.nbytes for x in jax.tree.leaves(weights)) + 2 * layers * batch * context * 2 * 8 * 128
+    token_bytes = 2 * layers * model.kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
+    read = sum(x.nbytes for x in jax.tree.leaves(weights)) + batch * context * token_bytes
     chip = identify(jax.devices()[0].device_kind)
     roof = batch / (read / chip.memory_bandwidth) if chip else float("nan")
     return {"tokens_per_second": batch / seconds, "roof": roof, "layers": layers, "batch": batch, "context": context}
@@ -366,7 +367,7 @@ def llama(layers, batch, context, steps, page=64):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("lab-figures"))
-    parser.add_argument("--train-seconds", type=float, default=60)
+    parser.add_argument("--train-seconds", type=float, default=75)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--llama", type=int, metavar="LAYERS", help="on a GPU: 32 for all of Llama 3 8B")
     parser.add_argument("--context", type=int, default=4096, help="of --llama")

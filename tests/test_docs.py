@@ -58,6 +58,11 @@ def test_tuning_page():
     assert "gradients of key, query, value" in output.getvalue()
 
 
+def test_serving_page():
+    (block,) = python_blocks(ROOT / "docs" / "serving.md")
+    exec(block, {})
+
+
 def test_readme():
     scope, output = {}, io.StringIO()
     text = (ROOT / "README.md").read_text()
