@@ -75,11 +75,18 @@ def test_queries_beyond_float16_beside_narrow_keys(scale):
 
 @pytest.mark.parametrize("new", [[1, 40, 0, 7, 1, 33], pytest.param([90, 1, 1, 1, 1, 1], marks=slow)])
 def test_chunks_beside_decoding(new):
-    """Tiles of one size for all sequences, whole or cut; padding holds NaN."""
+    """Tiles of one size for all sequences, whole or cut; padding and tokens that nobody owns hold NaN."""
     rng = np.random.default_rng(0)
     lens = np.array(new) + rng.integers(0, 60, len(new))
     tables = rng.permutation(len(new) * 10).reshape(len(new), 10)
-    cache = [jnp.asarray(rng.standard_normal((len(new) * 10, 1, 16, 16)), jnp.float32) for _ in range(2)]
+    owned = np.zeros((len(new) * 10, 16), bool)
+    for pages, length in zip(tables, lens, strict=True):
+        owned[pages] = np.arange(160).reshape(10, 16) < length
+    shape = (len(new) * 10, 1, 16, 16)
+    cache = [
+        jnp.asarray(np.where(owned[:, None, :, None], rng.standard_normal(shape), np.nan), jnp.float32)
+        for _ in range(2)
+    ]
     query = jnp.asarray(rng.standard_normal((sum(new) + 5, 4, 16)), jnp.float32).at[sum(new) :].set(jnp.nan)
     arguments = (query, *cache, jnp.asarray(lens), jnp.asarray(tables))
     more = {"cum_seqlens_q": jnp.asarray(np.cumsum([0, *new])), "return_lse": True}

@@ -114,9 +114,10 @@ class PageAttention(Operation):
 
     ``query`` ``[N, T, H, D]``; ``key_cache``, ``value_cache`` ``[1, num_blocks, Hkv, block_size, D]``, always shared;
     ``context_lens`` int32 ``[N, B]``, from 0 to the table's end; ``block_tables`` int32 ``[N, B, max_blocks]`` as passed, garbage
-    included; ``query_starts`` int32 ``[N, B + 1]``: where the tokens of each sequence begin, never less than the one before, at most ``T`` (tokens before the first and past the last are padding); without it ``T`` is ``B`` and token ``b`` is that of sequence ``b``; ``softmax_aux`` ``[N|1, H]``, the
-    sinks' log-sum-exp; ``k_scale``, ``v_scale`` ``[N|1, Hkv]``. The last three are of the lse's dtype. Output
-    ``[N, T, H, Dv]``, lse ``[N, T, H]``.
+    included; ``query_starts`` int32 ``[N, B + 1]``: where the tokens of each sequence begin, never less than the one before, at
+    most ``T`` (tokens before the first and past the last are padding); without it ``T`` is ``B`` and token ``b`` is that of
+    sequence ``b``; ``softmax_aux`` ``[N|1, H]``, the sinks' log-sum-exp; ``k_scale``, ``v_scale`` ``[N|1, Hkv]``. The last three
+    are of the lse's dtype. Output ``[N, T, H, Dv]``, lse ``[N, T, H]``.
     """
 
     name = "page_attention"
@@ -227,17 +228,9 @@ class PageAttention(Operation):
         a = arguments
         query = a["query"]
         kv_heads, block_size = a["key_cache"].shape[1:3]
-        arrays = {
-            "query": query[None],
-            "key_cache": a["key_cache"][None],
-            "value_cache": a["value_cache"][None],
-            **{
-                name: array[None]
-                for name, array in placement(
-                    a["context_lens"], a["block_tables"], a["cum_seqlens_q"], query.shape[0], block_size
-                ).items()
-            },
-        }
+        where = placement(a["context_lens"], a["block_tables"], a["cum_seqlens_q"], query.shape[0], block_size)
+        arrays = {name: a[name][None] for name in ("query", "key_cache", "value_cache")}
+        arrays |= {name: array[None] for name, array in where.items()}
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
         for name in ("k_scale", "v_scale"):

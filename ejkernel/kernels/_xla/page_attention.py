@@ -86,14 +86,14 @@ class TiledCall:
         tokens = tokens.reshape(-1, *tokens.shape[2:])
         return tokens[:, None] if self.tiles is None else self.tiles.rows(tokens)
 
-    def real_rows(self, tokens: Array, otherwise: float) -> Array:
+    def real_rows(self, tokens: Array, otherwise: float | int) -> Array:
         """The same, with something else in rows that are no token."""
         rows = self.rows(tokens)
         if self.tiles is None:
             return rows
         return jnp.where(self.tiles.real.reshape(*rows.shape[:2], *[1] * (rows.ndim - 2)), rows, otherwise)
 
-    def tokens(self, rows: Array, padding: float = 0) -> Array:
+    def tokens(self, rows: Array, padding: float | int = 0) -> Array:
         """``[b, m, …]`` as ``[N, T, …]``."""
         tokens = rows[:, 0] if self.tiles is None else self.tiles.tokens(rows, padding)
         return tokens.reshape(*self.arrays["query"].shape[:2], *tokens.shape[1:])

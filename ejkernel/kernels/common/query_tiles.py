@@ -125,7 +125,7 @@ class QueryTiles:
         """``[T, …]`` as ``[n, size, …]``."""
         return tokens.at[self.token].get(mode="promise_in_bounds")
 
-    def tokens(self, rows: Array, padding: float) -> Array:
+    def tokens(self, rows: Array, padding: float | int) -> Array:
         """``[n, size, …]`` as ``[T, …]``."""
         flat = rows.reshape(-1, *rows.shape[2:]).at[self.place].get(mode="promise_in_bounds")
         return jnp.where(self.owned.reshape(-1, *[1] * (flat.ndim - 1)), flat, padding)
