@@ -80,8 +80,8 @@ def test_chunks_beside_decoding(new):
     lens = np.array(new) + rng.integers(0, 60, len(new))
     tables = rng.permutation(len(new) * 10).reshape(len(new), 10)
     owned = np.zeros((len(new) * 10, 16), bool)
-    for pages, length in zip(tables, lens, strict=True):
-        owned[pages] = np.arange(160).reshape(10, 16) < length
+    for row, length in zip(tables, lens, strict=True):
+        owned[row] = np.arange(160).reshape(10, 16) < length
     shape = (len(new) * 10, 1, 16, 16)
     cache = [
         jnp.asarray(np.where(owned[:, None, :, None], rng.standard_normal(shape), np.nan), jnp.float32)
