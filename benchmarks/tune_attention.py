@@ -1,6 +1,7 @@
-"""Measure flash_attention for the shapes of real models on this device, and write the table that the package ships.
+"""Measure flash_attention or page_attention for real calls on this device, and write the table that the package ships.
 
     python benchmarks/tune_attention.py --out ejkernel/tuned/nvidia-h200/flash_attention.json --merge
+    python benchmarks/tune_attention.py --out ejkernel/tuned/nvidia-h200/page_attention.json --platforms triton,pallas
 
 Every implementation that runs here is timed with each of its parameters, forward and backward apart. The table is
 written after each shape, so that a run that is cut short keeps what it has.
@@ -19,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-from ejkernel import UnsupportedError, autotune, flash_attention, kernel_registry
+from ejkernel import UnsupportedError, autotune, flash_attention, kernel_registry, page_attention
 from ejkernel.contracts.device import describe
 
-FLASH = "flash_attention"
+FLASH, PAGED = "flash_attention", "page_attention"
+FLOATS = ("query", "key", "value", "softmax_aux")
 
 
 def shape(batch, length, heads, dim, kv_heads=None, *, value_dim=None, kv_len=None, window=None, cap=None, **rest):
@@ -51,6 +53,30 @@ def cells():
     yield "cell 128, 16k, causal, window 1024", shape(1, 16384, 16, 128, causal=True, window=1024)
 
 
+def paged(sequences, length, new=None, page=64, heads=32, kv_heads=8, dim=128, cache="bfloat16", **rest):
+    """One call of page_attention: contexts of one length, each with so many new tokens. ``rest``: sinks, sliding_window."""
+    return {
+        "paged": (sequences, length, new, page, heads, kv_heads, dim, cache),
+        "forward_only": True,
+        **rest,
+    }
+
+
+PAGES = {
+    **{f"decode, 64 of 4k, pages of {page}": paged(64, 4096, page=page) for page in (16, 32, 64, 128, 256)},
+    "decode, 1 of 64k": paged(1, 65536),
+    "decode, 4 of 32k": paged(4, 32768),
+    "decode, 128 of 16k": paged(128, 16384),
+    "decode, GPT-OSS, full layers": paged(64, 4096, heads=64, dim=64, sinks=True),
+    **{
+        f"decode, 64 of 4k, {cache}": paged(64, 4096, cache=cache) for cache in ("int8", "float8_e4m3fn", "float8_e5m2")
+    },
+    "chunks, 128 of 512 on 4k": paged(128, 4096, 512),
+    "chunks, 16 of 512 on 4k": paged(16, 4096, 512),
+    "chunks, 4 of 1024 on 4k": paged(4, 4096, 1024),
+    "a chunk of 2048 on 8k": paged(1, 8192, 2048),
+    "64 of 4k with 64 new each": paged(64, 4096, 64),
+}
 SHAPES = {
     **dict(cells()),
     "Llama 3 8B, 4k": shape(2, 4096, 32, 128, 8, causal=True),
@@ -87,6 +113,8 @@ SHAPES = {
 def arguments_of(shape):
     """The abstract arrays of a call, and what is static."""
     shape = {name: value for name, value in shape.items() if name != "forward_only"}
+    if "paged" in shape:
+        return _paged_arguments(shape)
     query, key, value = (jax.ShapeDtypeStruct(shape.pop(name), jnp.bfloat16) for name in "qkv")
     arrays = {"query": query, "key": key, "value": value}
     if shape.pop("sinks", False):
@@ -107,10 +135,30 @@ def arguments_of(shape):
     return arrays, shape
 
 
+def _paged_arguments(shape):
+    sequences, length, new, page, heads, kv_heads, dim, cache = shape.pop("paged")
+    entries = -(-length // page)
+    caches = jax.ShapeDtypeStruct((sequences * entries, kv_heads, page, dim), cache)
+    arrays = {
+        "query": jax.ShapeDtypeStruct((sequences * (new or 1), heads, dim), jnp.bfloat16),
+        "key_cache": caches,
+        "value_cache": caches,
+        "context_lens": jax.ShapeDtypeStruct((sequences,), jnp.int32),
+        "block_tables": jax.ShapeDtypeStruct((sequences, entries), jnp.int32),
+    }
+    if new is not None:
+        arrays["cum_seqlens_q"] = jax.ShapeDtypeStruct((sequences + 1,), jnp.int32)
+    if shape.pop("sinks", False):
+        arrays["softmax_aux"] = jax.ShapeDtypeStruct((heads, 1), jnp.float32)
+    if cache == "int8":
+        arrays |= dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((), jnp.float32))
+    return arrays, shape
+
+
 def bucket_of(shape):
     """What the table tells calls apart by."""
+    operation = kernel_registry.operation(PAGED if "paged" in shape else FLASH)
     arrays, statics = arguments_of(shape)
-    operation = kernel_registry.operation(FLASH)
     bound = operation.signature.bind(**arrays, **statics)
     bound.apply_defaults()
     return operation.bound(bound.arguments)[0].bucket, bool(shape.get("forward_only"))
@@ -118,11 +166,12 @@ def bucket_of(shape):
 
 def tune(shape, platform):
     """Measure a call on one platform. Tracing is what tunes, so nothing is computed beside the candidates."""
+    attention = page_attention if "paged" in shape else flash_attention
     arrays, statics = arguments_of(shape)
-    wanted = [name for name in ("query", "key", "value", "softmax_aux") if name in arrays]
+    wanted = [name for name in FLOATS if name in arrays]
 
     def loss(floats, rest):
-        return flash_attention(**floats, **rest, **statics, platform=platform).astype(jnp.float32).sum()
+        return attention(**floats, **rest, **statics, platform=platform).astype(jnp.float32).sum()
 
     rest = {name: array for name, array in arrays.items() if name not in wanted}
     function = loss if shape.get("forward_only") else jax.grad(loss)
@@ -183,8 +232,9 @@ def measure(name, platform, shape):
 
 def main():
     platforms = list(dict.fromkeys(entry.platform.value for entry in kernel_registry.list_implementations(FLASH)))
+    tables = {FLASH: SHAPES, PAGED: PAGES}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help=" or ".join(f"{name}.json" for name in tables))
     parser.add_argument("--only", type=re.compile, default="", metavar="REGEX", help="shapes whose name matches")
     parser.add_argument("--platforms", default=",".join(platforms), help="default: %(default)s")
     parser.add_argument("--merge", action="store_true", help="keep the rows of the table that are not measured again")
@@ -193,7 +243,7 @@ def main():
     )
     parser.add_argument("--list", action="store_true", help="name the shapes and stop")
     options = parser.parse_args()
-    chosen = {name: shape for name, shape in SHAPES.items() if re.search(options.only, name)}
+    chosen = {name: shape for name, shape in tables[options.out.stem].items() if re.search(options.only, name)}
     if options.list:
         print("\n".join(chosen))
         return

@@ -133,6 +133,7 @@ def make(
             arrays["v_scale"] = level * np.asarray(0.5 + rng.random(shape))
         return arrays
 
+    build.page = size
     return build
 
 
@@ -141,6 +142,8 @@ FLOATS = ("query", "key_cache", "value_cache")
 
 
 def example(name, make, statics=None, differentiable=FLOATS, features=(), keep=("softmax_aux", "k_scale", "v_scale")):
+    used = {"uneven_pages": make.page % 16 != 0, "splits": "num_splits" in (statics or {})}
+    features = {*features, *(feature for feature, is_used in used.items() if is_used)}
     return Example(
         "page_attention",
         name,
@@ -213,6 +216,18 @@ EXAMPLES = [
         make([9, 0, 20, 6, 5], chunks=[3, 0, 1, 0, 5], padding=2),
         {"return_lse": True},
         features={"varlen", "lse"},
+    ),
+    example(
+        "chunks_in_even_pages",
+        make(
+            [40, 0, 70, 33],
+            **{"group": 2, "dim": 32, "size": 16, "sinks": "own"},
+            chunks=[20, 0, 1, 33],
+            padding=5,
+        ),
+        {"sliding_window": (24, 0), "logits_soft_cap": 1.5, "return_lse": True},
+        (*FLOATS, "softmax_aux"),
+        {"varlen", "gqa", "window", "soft_cap", "sinks", "lse"},
     ),
     example(
         "chunks_int8",

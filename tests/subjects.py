@@ -124,9 +124,8 @@ def implementations(algorithm: str) -> tuple[tuple[Implementation, bool], ...]:
 def _takes_interpret(entry: Implementation) -> bool:
     if entry.platform is not Platform.PALLAS or entry.backend is not Backend.GPU:
         return False
-    return all(
-        "interpret" in inspect.signature(run).parameters for run in (entry.kernel.forward, entry.kernel.backward)
-    )
+    backward = getattr(entry.kernel, "backward", entry.kernel.forward)
+    return all("interpret" in inspect.signature(run).parameters for run in (entry.kernel.forward, backward))
 
 
 def subjects(algorithm: str = "flash_attention", *, dtypes: str = "main") -> list[Subject]:

@@ -12,7 +12,11 @@ from pathlib import Path
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import requirements
 
-FOLDER = Path(requirements.__file__).parent
+SOURCES = [
+    path
+    for folder in ("flash_attention_sm90", "page_attention_sm90")
+    for path in sorted((Path(requirements.__file__).parent.parent / folder).glob("*.py"))
+]
 UNSTABLE = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxlib.mlir")
 
 
@@ -44,7 +48,7 @@ def dotted(node, known):
 def uses():
     """Every name of those modules in the sources, and how each is called."""
     names, calls = defaultdict(set), defaultdict(list)
-    for path in FOLDER.glob("*.py"):
+    for path in SOURCES:
         tree = ast.parse(path.read_text())
         known = aliases(tree)
         for node in ast.walk(tree):
@@ -85,7 +89,7 @@ def test_nothing_is_listed_that_is_not_used():
 
 
 def test_nothing_is_imported_from_jax_src():
-    for path in FOLDER.glob("*.py"):
+    for path in SOURCES:
         assert "jax._src" not in path.read_text(), path
 
 

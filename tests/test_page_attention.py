@@ -1024,9 +1024,9 @@ def test_features_are_named_in_the_explanation():
         page_attention, shape((2, 4, 8), jnp.bfloat16), *caches, shape((2,), jnp.int32), shape((2, 3), jnp.int32),
         k_scale=0.1, sliding_window=3,
     )  # fmt: skip
-    assert set(text.call.features) == {"int8_cache", "scales", "gqa", "value_dim", "window"}
+    assert set(text.call.features) == {"int8_cache", "scales", "gqa", "value_dim", "window", "uneven_pages"}
     packed = explain(page_attention, **{n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in PACKED.items()})
-    assert set(packed.call.features) == {"varlen", "gqa"}
+    assert set(packed.call.features) == {"varlen", "gqa", "uneven_pages"}
 
 
 def test_cost_counts_the_pages_of_the_table():

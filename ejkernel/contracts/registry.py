@@ -35,7 +35,11 @@ BUILTIN = {
     "mean_pooling": ("ejkernel.ops.mean_pooling", ("ejkernel.kernels._xla.mean_pooling",)),
     "page_attention": (
         "ejkernel.ops.page_attention",
-        ("ejkernel.kernels._xla.page_attention", "ejkernel.kernels._triton.page_attention"),
+        (
+            "ejkernel.kernels._xla.page_attention",
+            "ejkernel.kernels._triton.page_attention",
+            "ejkernel.kernels._pallas.gpu.page_attention_sm90.attention",
+        ),
     ),
     "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
     "ring_attention": ("ejkernel.ops.ring_attention", ()),

@@ -131,6 +131,8 @@ class PageAttention(Operation):
         "scales": "factors of stored keys and values (k_scale, v_scale)",
         "gqa": "fewer key heads than query heads",
         "value_dim": "values of another head dim than the keys",
+        "uneven_pages": "pages that are no multiple of 16 tokens",
+        "splits": "a number of splits that the caller sets (num_splits)",
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
@@ -173,6 +175,8 @@ class PageAttention(Operation):
             "scales": (a["k_scale"] is not None or a["v_scale"] is not None, "k_scale or v_scale"),
             "gqa": (heads != kv_heads, f"{heads} query heads for {kv_heads} key heads"),
             "value_dim": (head_dim != value_dim, f"value head dim {value_dim} beside {head_dim}"),
+            "splits": (a["num_splits"] is not None, "num_splits"),
+            "uneven_pages": (block_size % 16 != 0, f"pages of {block_size} tokens"),
             "lse": (a["return_lse"], "return_lse"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
@@ -195,7 +199,7 @@ class PageAttention(Operation):
                 ("heads", power_of_two(batch * kv_heads)),
                 ("kv_len", power_of_two(capacity)),
                 ("window", window_words((spec.left, 0))),
-                ("features", " ".join(sorted(features.keys() - {"lse"}))),
+                ("features", " ".join(sorted(features.keys() - {"lse", "splits", "uneven_pages"}))),
             ),
             fwd_params=None if splits is None else FwdParams(num_key_splits=splits),
         )

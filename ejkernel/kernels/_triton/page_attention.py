@@ -98,5 +98,8 @@ class TritonPageAttention:
 
 register(
     "page_attention",
-    features={"varlen", "window", "soft_cap", "sinks", "int8_cache", "fp8_cache", "scales", "gqa", "value_dim", "lse"},
+    features={
+        *("varlen", "window", "soft_cap", "sinks", "int8_cache", "fp8_cache", "scales", "gqa", "value_dim", "lse"),
+        *("uneven_pages", "splits"),
+    },
 )(TritonPageAttention)

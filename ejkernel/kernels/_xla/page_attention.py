@@ -255,6 +255,8 @@ kernel_registry.register(
             "value_dim",
             "lse",
             "varlen",
+            "uneven_pages",
+            "splits",
         },
         gradients={"query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"},
     ),

@@ -10,6 +10,8 @@ from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, multiple_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
+    BELOW_TRITON,
+    PRIORITY,
     READS,
     backward_effective,
     forward_defaults,
@@ -18,9 +20,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
 from ejkernel.kernels.common.decoding import is_decoding
-
-# Between Triton's priority and cuDNN's.
-BELOW_TRITON = 11
 
 
 class PallasFlashAttention:
@@ -76,7 +75,7 @@ kernel_registry.register(
     "flash_attention",
     Platform.PALLAS,
     Backend.GPU,
-    priority=20,
+    priority=PRIORITY,
     support=Support(
         # The instructions that it is made of (wgmma) are Hopper's alone.
         devices=cuda(90, 90),

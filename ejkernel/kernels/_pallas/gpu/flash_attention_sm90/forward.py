@@ -26,6 +26,7 @@ maximum.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -120,6 +121,13 @@ def _step_table(arrays: dict[str, Array], spec: Any, block: int, step: int) -> t
     start, stop = key_intervals(arrays, spec)
     ranges = visibility.key_ranges(start, stop, segment_ids(arrays), block, arrays["key"].shape[1], shifted=False)
     plan = visibility.plan_walk(ranges._replace(begin=whole_tiles(ranges.begin)), step, 1, False)
+    plan = complete(plan)
+    counts = plan.head, plan.full, plan.tail
+    return longest_first(plan), [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts]
+
+
+def complete(plan: visibility.Walk) -> visibility.Walk:
+    """A plan with what the kernel requires: a step for every block, and none unmasked before all rows have started."""
     # A block without a key has one step that it does not see: its rows are written like all others.
     none = plan.head + plan.full + plan.tail == 0
     plan = plan._replace(begin=plan.begin * ~none, tail=plan.tail + none)
@@ -127,9 +135,7 @@ def _step_table(arrays: dict[str, Array], spec: Any, block: int, step: int) -> t
     more = (plan.head > 0) * 1
     full = more * (plan.full > 0)
     tail = (more - full) * (plan.tail > 0)
-    plan = plan._replace(head=plan.head + full + tail, full=plan.full - full, tail=plan.tail - tail)
-    counts = plan.head, plan.full, plan.tail
-    return longest_first(plan), [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts]
+    return plan._replace(head=plan.head + full + tail, full=plan.full - full, tail=plan.tail - tail)
 
 
 def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *, interpret: Any = False):
@@ -137,31 +143,53 @@ def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *
 
     ``table``: see ``longest_first``; no block has fewer than one step.
     """
-    # A kernel for warps cannot be traced where ``shard_map`` checks over which axes values vary, and blocks are taken
-    # by a warp.
-    warps = not c.interpreted and not varying_axes(query, key, value)
-    persistent = c.persistent and (warps or c.interpreted)
-    c = dataclasses.replace(c, warps=warps, persistent=persistent, speculative=c.speculative and persistent)
     batch, q_len, heads, _ = query.shape
     blocks = table.shape[1]
+    results = (
+        jax.ShapeDtypeStruct((batch, q_len, heads, c.value_dim), query.dtype),
+        jax.ShapeDtypeStruct((batch, heads, blocks * c.consumers * ROWS), jnp.float32),
+    )
+    # The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time.
+    grid = {"head": heads, "block": blocks, "batch": batch}
+    return launch(c, (query, key, value, table), optional, results, grid, QueryBlock, interpret=interpret)
+
+
+def launch(
+    c: ForwardConfig,
+    arrays: tuple[Array, ...],
+    optional: dict[str, Any],
+    results: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
+    grid: dict[str, int],
+    block_type: type[QueryBlock],
+    *,
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """Output and lse from queries, keys, values and the table of all blocks.
+
+    ``grid``: where there is no queue, the CTAs, one for each block.
+    """
+    # A kernel for warps cannot be traced where ``shard_map`` checks over which axes values vary, and blocks are taken
+    # by a warp.
+    warps = not c.interpreted and not varying_axes(*arrays[:3])
+    persistent = c.persistent and (warps or c.interpreted)
+    c = dataclasses.replace(c, warps=warps, persistent=persistent, speculative=c.speculative and persistent)
+    items = math.prod(grid.values())
+    if persistent:
+        grid = {"cta": min(CTAS, items)}
     names = tuple(optional)
-    inputs = 4 + len(names)
+    inputs = len(arrays) + len(names)
 
     def entry(*refs):
-        *operands, table_ref = refs[:4]
-        of_call = dict(zip(names, refs[4:inputs], strict=True))
+        of_call = dict(zip(names, refs[len(arrays) : inputs], strict=True))
         out_ref, lse_ref, *scratch = refs[inputs:]
-        ctx = Context(c, Shared(*scratch), *operands, table_ref, of_call, out_ref, lse_ref)
-        _cta(ctx, heads * blocks * batch)
+        _cta(Context(c, Shared(*scratch), *refs[: len(arrays)], of_call, out_ref, lse_ref, block_type, items))
 
     run = plgpu.kernel(
         entry,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, q_len, heads, c.value_dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, blocks * c.consumers * ROWS), jnp.float32),
-        ),
-        scratch_types=list(shared_memory(c, query.dtype)),
-        **_grid(c, heads, blocks, batch),
+        out_type=results,
+        scratch_types=list(shared_memory(c, arrays[0].dtype)),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -169,18 +197,11 @@ def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *
         ),
         **({"interpret": interpret} if interpret else {}),
     )
-    return vary_as(run(query, key, value, table, *optional.values()), query)
+    return vary_as(run(*arrays, *optional.values()), arrays[0])
 
 
-def _grid(c: ForwardConfig, heads: int, blocks: int, batch: int) -> dict[str, Any]:
-    """The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time."""
-    if c.persistent:
-        return {"grid": (min(CTAS, heads * blocks * batch),), "grid_names": ("cta",)}
-    return {"grid": (heads, blocks, batch), "grid_names": ("head", "block", "batch")}
-
-
-def _cta(ctx: Context, items: int):
-    """The roles of one CTA; ``items``: blocks of all heads and batch entries."""
+def _cta(ctx: Context):
+    """The roles of one CTA."""
     c, shared = ctx.c, ctx.shared
     warpgroup = lax.axis_index("warpgroup")
     counter = pl.get_global(plgpu.SemaphoreType.REGULAR) if c.persistent and not c.interpreted else None
@@ -189,11 +210,11 @@ def _cta(ctx: Context, items: int):
     def _producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS[c.consumers], action="decrease")
         # Before jax 0.11 a warp does not know the grid.
-        block = None if c.persistent else QueryBlock(c, ctx.table)
+        block = None if c.persistent else ctx.block()
 
         def produce():
             if c.persistent:
-                forward_producer.produce_all(ctx, items, counter)
+                forward_producer.produce_all(ctx, counter)
             else:
                 forward_producer.drain(ctx, forward_producer.produce(ctx, block, jnp.int32(0)))
 
@@ -209,9 +230,9 @@ def _cta(ctx: Context, items: int):
         if c.ping_pong:
             pl.when(warpgroup == c.consumers - 1)(lambda: plgpu.barrier_arrive(shared.ping_pong.at[0]))
         if c.persistent:
-            forward_consumer.consume_all(ctx, warpgroup, items)
+            forward_consumer.consume_all(ctx, warpgroup)
         else:
-            block = QueryBlock(c, ctx.table)
+            block = ctx.block()
             forward_producer.load_queries(ctx, block, warpgroup)
             plgpu.barrier_wait(shared.q_ready.at[warpgroup])
             forward_consumer.consume(ctx, block, warpgroup, jnp.int32(0))

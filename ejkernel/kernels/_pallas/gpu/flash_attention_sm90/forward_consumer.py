@@ -13,8 +13,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Cont
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
-    WHOLE,
-    apply_mask,
     modulo,
     opaque_zero,
     partial_row_sums,
@@ -39,7 +37,7 @@ GROWTH = 8.0
 LIMIT = 2.0**64
 
 
-def consume_all(ctx: Context, warpgroup, items: int):
+def consume_all(ctx: Context, warpgroup):
     """Of a persistent kernel: computes the blocks that the producer takes from the queue."""
     c = ctx.c
 
@@ -65,7 +63,7 @@ def consume_all(ctx: Context, warpgroup, items: int):
 
     wait_for_queries()
     zero = jnp.int32(0)
-    lax.while_loop(lambda carry: carry[0] < items, one, (ctx.shared.item[0, 0], zero, zero, zero))
+    lax.while_loop(lambda carry: carry[0] < ctx.items, one, (ctx.shared.item[0, 0], zero, zero, zero))
 
 
 def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
@@ -74,9 +72,8 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
     With ``nth``, the block's number among those of the CTA, it is computed speculatively, and the retry flag of that
     number is set if a sum of weights exceeds ``LIMIT``.
     """
-    c, shared, optional = ctx.c, ctx.shared, ctx.optional
-    batch, head = block.batch, block.head
-    row0 = (block.index * c.consumers + warpgroup) * ROWS
+    c, shared = ctx.c, ctx.shared
+    row0 = block.first_row(warpgroup)
     q = shared.q.at[warpgroup]
     p_smem = shared.p.at[warpgroup] if c.interpreted else None
     other = lax.rem(warpgroup + 1, jnp.int32(c.consumers))
@@ -91,8 +88,8 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
     def steps_before(part):
         if not own_end or part < 2 or (part == 2 and not c.full):
             return block.steps_before(part)
-        row = row0 if part == 2 else row0 + (ROWS - 1)
-        keys = jnp.maximum(jnp.minimum(row + c.right, c.kv_len) - block.begin, 0)
+        stop = block.first_stop(row0) if part == 2 else block.last_stop(row0)
+        keys = jnp.maximum(stop - block.begin, 0)
         steps = lax.div(keys if part == 2 else keys + (c.step - 1), jnp.int32(c.step))
         least = block.steps_before(1) if part == 2 else jnp.maximum(block.steps_before(1), 1)
         return jnp.clip(steps, least, block.steps)
@@ -128,7 +125,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
         """
         s = _logits(c, s)
         if masked:
-            s = _masked(ctx, s, batch, row0, block.begin + i * c.step, all_started)
+            s = block.mask(s, row0, block.begin + i * c.step, all_started)
         updated = ()
         if nth is None or not all_started:
             high = reduce_rows(c, s, "max") * c.factor
@@ -205,8 +202,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
         total = reduce_rows(c, total, "add")
     if c.sinks:
         # A sink may be far above the reference: here it becomes the maximum.
-        sinks = optional["sinks"]
-        sink = sinks[batch if sinks.shape[0] > 1 else 0, head] * LOG2E
+        sink = block.sinks() * LOG2E
         new_top = jnp.maximum(top, sink)
         decay = jnp.exp2(top - new_top)
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
@@ -222,17 +218,14 @@ def _store(ctx: Context, block: QueryBlock, warpgroup, row0, acc, top, total, ag
     c, shared = ctx.c, ctx.shared
     some = total != 0  # or NaN, which stays
     inverse = jnp.where(some, 1.0 / total, 0.0)
-    rows = pl.ds(row0, ROWS)
-    ctx.lse.at[block.batch, block.head, rows][...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+    block.lse(row0, warpgroup)[...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     target = (shared.q if shared.out is None else shared.out).at[warpgroup]
     if c.persistent:
         # The copy of a first result must not overtake that of the second.
         plgpu.wait_smem_to_gmem(0, wait_read_only=not again or not c.speculative)
     # Beside a NaN that other rows see, a row that sees nothing has 0 · NaN.
     acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-    target[...] = jnp.where(lax.broadcast_in_dim(some, acc.shape, [0]), acc, 0.0).astype(target.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(target, ctx.out.at[block.batch, rows, block.head])
+    block.store(jnp.where(lax.broadcast_in_dim(some, acc.shape, [0]), acc, 0.0).astype(target.dtype), target, row0)
 
 
 def _logits(c: ForwardConfig, s):
@@ -240,38 +233,3 @@ def _logits(c: ForwardConfig, s):
     if c.cap:
         return jnp.tanh(s * (c.scale / c.cap))
     return s if c.scale > 0 else s * c.scale
-
-
-def _masked(ctx: Context, s, batch, row0, column0, all_started: bool):
-    """``s`` with -inf where a row does not see a key. A row sees ``[start, stop)``, counted from the step's first key.
-
-    ``all_started``: no row has a start after the step's first key, so only the upper bound is tested.
-    """
-    c, optional = ctx.c, ctx.optional
-
-    def part(name, start, size):
-        ref = optional[name]
-        return ref.at[batch if ref.shape[0] > 1 else 0, pl.ds(start, size)]
-
-    def of_rows(name):
-        return plgpu.load(part(name, row0, ROWS), *WHOLE, layout=BY_ROW, optimized=False)
-
-    start = ids = None
-    if c.packed:
-        stop = of_rows("stop") - column0
-        if not all_started:
-            start = of_rows("start") - column0
-    else:
-        row = row0 - column0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
-        # Where there are segments, keys past the last have the id 0.
-        end = c.step if c.segments else c.kv_len - column0
-        stop = plgpu.layout_cast(jnp.full((ROWS,), end, jnp.int32), BY_ROW)
-        if c.right is not None:
-            stop = row + c.right if c.segments else jnp.minimum(stop, row + c.right)
-        if c.left is not None and not all_started:
-            start = row + c.left
-    if c.segments:
-        mine = of_rows("q_ids")
-        stop = jnp.where(mine > 0, stop, 0)
-        ids = mine, part("kv_ids", column0, c.step)
-    return apply_mask(c, s, stop, start, ids)

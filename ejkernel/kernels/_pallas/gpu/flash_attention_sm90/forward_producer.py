@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, QueryBlock
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import clear_rows, store_scalar, take_item
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import store_scalar, take_item
 
 
-def produce_all(ctx: Context, items: int, counter):
+def produce_all(ctx: Context, counter):
     """Of a persistent kernel: takes blocks from the queue until there are none, and copies what each needs."""
     c, shared = ctx.c, ctx.shared
 
@@ -33,7 +32,7 @@ def produce_all(ctx: Context, items: int, counter):
 
             @pl.when(retry)
             def _():
-                each(lambda i: plgpu.barrier_arrive(shared.q_ready.at[i]))
+                each(lambda i: signal_queries(ctx, i))
                 produce(ctx, block, filled)
                 each(lambda i: plgpu.barrier_wait(shared.q_free.at[i]))
 
@@ -46,36 +45,56 @@ def produce_all(ctx: Context, items: int, counter):
             store_scalar(c, shared.retry.at[i], -1)
     item = take_item(c, counter, shared.item.at[0], None)
     zero = jnp.int32(0)
-    _, _, filled, _ = lax.while_loop(lambda carry: carry[0] < items, one, (item, zero, zero, zero))
-    each(lambda i: plgpu.barrier_arrive(shared.q_ready.at[i]))
+    _, _, filled, _ = lax.while_loop(lambda carry: carry[0] < ctx.items, one, (item, zero, zero, zero))
+    each(lambda i: signal_queries(ctx, i))
     drain(ctx, filled)
 
 
 def load_queries(ctx: Context, block: QueryBlock, warpgroup):
-    """Copies the 64 queries of one consumer."""
-    rows = pl.ds((block.index * ctx.c.consumers + warpgroup) * ROWS, ROWS)
-    source = ctx.q.at[block.batch, rows, block.head]
-    plgpu.copy_gmem_to_smem(source, ctx.shared.q.at[warpgroup], ctx.shared.q_ready.at[warpgroup])
+    """Copies the queries of one consumer."""
+    for source, target in block.query_copies(warpgroup):
+        plgpu.copy_gmem_to_smem(source, target, ctx.shared.q_ready.at[warpgroup])
+
+
+def signal_queries(ctx: Context, warpgroup):
+    """In place of a copy of a consumer's queries."""
+    for _ in range(ctx.c.pack):
+        plgpu.barrier_arrive(ctx.shared.q_ready.at[warpgroup])
 
 
 def produce(ctx: Context, block: QueryBlock, filled):
     """Copies a block's keys and values; ``filled``: how many slots the CTA has filled, before and after."""
     c, shared = ctx.c, ctx.shared
-    kv_head = lax.div(block.head, jnp.int32(c.group))
     steps = block.steps
 
-    def of_batch(name):
-        ref = ctx.optional[name]
-        return ref.at[block.batch if ref.shape[0] > 1 else 0]
+    def arrive(barrier):
+        for _ in range(c.copies):
+            plgpu.barrier_arrive(barrier)
+
+    def copy(source, target, step, barrier):
+        def one(part, _):
+            source_part, target_part, needed = block.key_copy(source, target, step, part)
+
+            def copied():
+                plgpu.copy_gmem_to_smem(source_part, target_part, barrier)
+
+            if needed is None:
+                copied()
+                return
+            pl.when(needed)(copied)
+            pl.when(~needed)(lambda: plgpu.barrier_arrive(barrier))
+
+        if c.copies == 1:
+            one(0, None)
+        else:
+            lax.fori_loop(0, c.copies, one, None)
 
     def load(i, wait):
         slot = ctx.slot(filled + i)
-        keys = ctx.k, shared.k, shared.k_free, i
-        values = ctx.v, shared.v, shared.v_free, i - 1
-        if c.clears:
-            # Read before a wait, not after it.
-            eighth = lax.div(jnp.maximum(block.begin + (i - 1) * c.step, 0), jnp.int32(CORE_ROWS))
-            padded = of_batch("padded")[eighth] > 0
+        keys = ctx.k, shared.k.at[slot], shared.k_free, i
+        values = ctx.v, shared.v.at[slot], shared.v_free, i - 1
+        ready = shared.ready.at[slot]
+        padded = block.has_padding(i - 1) if c.clears else None
         for source, target, free, step in (keys, values):
             if wait:
                 plgpu.barrier_wait(free.at[slot])
@@ -83,26 +102,19 @@ def produce(ctx: Context, block: QueryBlock, filled):
 
             @pl.when(some)
             def _(source=source, target=target, step=step):
-                rows = pl.ds(block.begin + step * c.step, c.step)
-
-                def copy(barrier):
-                    plgpu.copy_gmem_to_smem(source.at[block.batch, rows, kv_head], target.at[slot], barrier)
-
                 if source is not ctx.v or not c.clears:
-                    copy(shared.ready.at[slot])
+                    copy(source, target, step, ready)
                     return
-                pl.when(~padded)(lambda: copy(shared.ready.at[slot]))
+                pl.when(~padded)(lambda: copy(source, target, step, ready))
 
                 @pl.when(padded)
                 def _copy_and_clear():
-                    copy(shared.loaded)
+                    copy(source, target, step, shared.loaded)
                     plgpu.barrier_wait(shared.loaded)
-                    clear_rows(c, target.at[slot], of_batch("padding").at[rows])
-                    plgpu.barrier_arrive(shared.ready.at[slot])
+                    block.clear_padding(target, step)
+                    arrive(ready)
 
-            @pl.when(~some)
-            def _():
-                plgpu.barrier_arrive(shared.ready.at[slot])
+            pl.when(~some)(lambda: arrive(ready))
 
     def first(i, _):
         load(i, wait=False)

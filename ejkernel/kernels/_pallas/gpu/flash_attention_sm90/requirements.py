@@ -57,7 +57,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "jaxlib.mlir.ir": ("Value",),
     "jaxlib.mlir.dialects.arith": (
         *("CmpFPredicate.UGT", "CmpFPredicate.UNE", "CmpIPredicate.eq", "CmpIPredicate.ne"),
-        *("CmpIPredicate.sgt", "CmpIPredicate.sle", "CmpIPredicate.ult"),
+        *("CmpIPredicate.sge", "CmpIPredicate.sgt", "CmpIPredicate.sle", "CmpIPredicate.slt", "CmpIPredicate.ult"),
     ),
     "jaxlib.mlir.dialects.llvm": ("IntegerOverflowFlags.none",),
     "jaxlib.mlir.dialects.scf": ("IfOp.then_block", "IfOp.else_block"),
@@ -141,8 +141,8 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
         "VectorType.get": _call(2),
     },
     "jaxlib.mlir.dialects.arith": {
-        **dict.fromkeys(("addf", "addi", "andi", "constant", "divui", "extui", "index_cast", "muli"), _call(2)),
-        **dict.fromkeys(("ori", "remui", "subi", "xori"), _call(2)),
+        **dict.fromkeys(("addf", "addi", "andi", "constant", "divui", "extsi", "extui"), _call(2)),
+        **dict.fromkeys(("index_cast", "minui", "muli", "ori", "remui", "subi", "xori"), _call(2)),
         **dict.fromkeys(("cmpf", "cmpi", "select"), _call(3)),
     },
     "jaxlib.mlir.dialects.llvm": {

@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -256,34 +257,119 @@ def clear_rows(c: KernelConfig, tile, flags):
     if c.interpreted:
         tile[...] = jnp.where(lax.broadcast_in_dim(flags[...], tile.shape, [0]) != 0, 0, tile[...])
         return
-    rows, width = tile.shape
-    across = swizzle_of(width)
+    last = tile.shape[0] - 1
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(width)), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(tile.shape[1])), plgpu.RefType()))
     def clear(_, tile, flags):
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(tile))
-        lane = arith.remui(mgpu.thread_idx(), _constant(32))
-        tiles = width * 2 // across
-        for first in range(0, rows, 32):
-            row = arith.addi(lane, _constant(first))
-            inside = arith.cmpi(arith.CmpIPredicate.ult, row, _constant(rows))
-            place = arith.select(inside, row, _constant(0))
-            flag = memref.load(flags, [arith.index_cast(index, place)])
-            some = scf.IfOp(arith.andi(inside, arith.cmpi(arith.CmpIPredicate.ne, flag, _constant(0))))
-            with ir.InsertionPoint(some.then_block):
-                high, low = arith.divui(row, _constant(8)), arith.remui(row, _constant(8))
-                offset = arith.addi(arith.muli(high, _constant(tiles * 8 * across)), arith.muli(low, _constant(across)))
-                address = arith.addi(base, offset)
-                for at in range(tiles):
-                    for byte in range(0, across, 16):
-                        code = f"st.shared.v4.b32 [$0 + {at * 8 * across + byte}], {{$1, $1, $1, $1}};"
-                        llvm.inline_asm(None, [address, _constant(0)], code, "r,r", has_side_effects=True)
-                scf.yield_([])
-        llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
-        nvvm.bar_warp_sync(_constant(-1))
+        def flagged(row):
+            place = arith.minui(row, _constant(last))
+            flag = memref.load(flags, [arith.index_cast(ir.IndexType.get(), place)])
+            return arith.cmpi(arith.CmpIPredicate.ne, flag, _constant(0))
 
+        _clear(tile, shape, flagged)
+
+    shape = tile.shape
     clear(tile, flags)
+
+
+def clear_outside(c: KernelConfig, tile, low, high):
+    """Zeros in the rows of ``tile``, of shared memory, before ``low`` and from ``high`` on, by a warp."""
+    if c.interpreted:
+        row = lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+        tile[...] = jnp.where((row < low) | (row >= high), 0, tile[...])
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(tile.shape[1])), scalar, scalar))
+    def clear(_, tile, low, high):
+        [low], [high] = low.registers.flat, high.registers.flat
+
+        def outside(row):
+            before = arith.cmpi(arith.CmpIPredicate.slt, row, low)
+            return arith.ori(before, arith.cmpi(arith.CmpIPredicate.sge, row, high))
+
+        _clear(tile, shape, outside)
+
+    shape = tile.shape
+    clear(tile, low, high)
+
+
+def _clear(tile, shape: tuple[int, int], chosen: Callable):
+    """Zeros in the rows that are ``chosen``, by a warp; a row is told by its number."""
+    rows, width = shape
+    across = swizzle_of(width)
+    tiles = width * 2 // across
+    base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(tile))
+    lane = arith.remui(mgpu.thread_idx(), _constant(32))
+    for first in range(0, rows, 32):
+        row = arith.addi(lane, _constant(first))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, row, _constant(rows))
+        some = scf.IfOp(arith.andi(inside, chosen(row)))
+        with ir.InsertionPoint(some.then_block):
+            high, low = arith.divui(row, _constant(8)), arith.remui(row, _constant(8))
+            offset = arith.addi(arith.muli(high, _constant(tiles * 8 * across)), arith.muli(low, _constant(across)))
+            address = arith.addi(base, offset)
+            for at in range(tiles):
+                for byte in range(0, across, 16):
+                    code = f"st.shared.v4.b32 [$0 + {at * 8 * across + byte}], {{$1, $1, $1, $1}};"
+                    llvm.inline_asm(None, [address, _constant(0)], code, "r,r", has_side_effects=True)
+            scf.yield_([])
+    llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
+    nvvm.bar_warp_sync(_constant(-1))
+
+
+def store_some_rows(c: KernelConfig, x, out, staging, row0, head0, low, high, pack: int):
+    """Rows of ``x``, of 16 bits, straight to ``out [rows, heads, columns]``: of those that it has, ``[low, high)``.
+
+    Row ``r`` of ``x`` is row ``row0 + r % span`` of head ``head0 + r // span``; ``span`` is a ``pack``-th of its rows.
+    ``staging``: for the interpreter.
+    """
+    span = ROWS // pack
+    if c.interpreted:
+        staging[...] = x
+
+        def one(r, _):
+            row = row0 + lax.rem(r, span)
+
+            @pl.when((row >= low) & (row < high))
+            def _():
+                out[row, head0 + lax.div(r, span)] = staging[r]
+
+        lax.fori_loop(0, ROWS, one, None)
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+    _, heads, columns = out.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), *[scalar] * 4))
+    def store(_, x, out, *scalars):
+        row0, head0, low, high = (scalar.registers.flat[0] for scalar in scalars)
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(out))
+        lane = arith.remui(mgpu.thread_idx(), _constant(32))
+        warp = arith.remui(arith.divui(mgpu.thread_idx(), _constant(32)), _constant(4))
+        first = arith.addi(arith.muli(warp, _constant(16)), arith.divui(lane, _constant(4)))
+        pair = arith.muli(arith.remui(lane, _constant(4)), _constant(2))
+        for half in range(2):
+            r = arith.addi(first, _constant(8 * half))
+            row = arith.addi(row0, arith.remui(r, _constant(span)))
+            head = arith.addi(head0, arith.divui(r, _constant(span)))
+            inside = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
+            )
+            some = scf.IfOp(inside)
+            with ir.InsertionPoint(some.then_block):
+                place = arith.muli(arith.extsi(i64, row), arith.constant(i64, heads * columns))
+                within = arith.addi(arith.muli(head, _constant(columns)), pair)
+                place = arith.muli(arith.addi(place, arith.extsi(i64, within)), arith.constant(i64, 2))
+                address = arith.addi(base, place)
+                for at, register in np.ndenumerate(x.registers):
+                    if at[4] == half:
+                        code = f"st.global.b32 [$0 + {16 * at[1]}], $1;"
+                        values = [address, llvm.bitcast(i32, register)]
+                        llvm.inline_asm(None, values, code, "l,r", has_side_effects=True)
+                scf.yield_([])
+
+    store(x, out, *(jnp.int32(value) for value in (row0, head0, low, high)))
 
 
 def store_square(c: KernelConfig, square, x):

@@ -1,0 +1,71 @@
+"""Paged attention for Hopper: the declaration. Nothing here imports Mosaic GPU before a call needs it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jax import Array
+
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.contracts.registry import kernel_registry
+from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, multiple_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BELOW_TRITON, PRIORITY, READS
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
+from ejkernel.kernels._pallas.gpu.page_attention_sm90.parameters import defaults, effective, space
+
+# Rows (tokens with the query heads that share a key head) of a sequence, on the average, from which on this kernel is faster
+# than Triton's on an H200.
+ENOUGH_ROWS = 64
+
+
+class PallasPageAttention:
+    """The implementation for Hopper: forward alone, its residuals serve any other implementation's backward."""
+
+    name = "page-sm90"
+    version = 1
+    residuals = True
+    reads: ClassVar = {"forward": READS, "backward": ()}
+
+    @staticmethod
+    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+        """Below Triton's where sequences have few queries: nothing cuts a long context."""
+        query, keys = shapes["query"], shapes["key_cache"]
+        rows = query.shape[1] * query.shape[2] // keys.shape[2]
+        return BELOW_TRITON if rows < ENOUGH_ROWS * shapes["context_lens"].shape[1] else 0
+
+    @staticmethod
+    def forward(arrays, spec, params, *, interpret: Any = False) -> tuple[Array, Array]:
+        """Output and lse; see ``forward``. ``interpret``: in JAX's interpreter, without a GPU."""
+        from ejkernel.kernels._pallas.gpu.page_attention_sm90.forward import forward
+
+        return forward(arrays, spec, params, interpret=interpret)
+
+    @staticmethod
+    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """Tiles where nothing was tuned."""
+        return defaults(shapes) if direction == "forward" else BwdParams()
+
+    @staticmethod
+    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams]:
+        """Tiles worth timing."""
+        return space(shapes) if direction == "forward" else []
+
+    @staticmethod
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+        """The tile that runs if these parameters are asked for."""
+        return effective(shapes, params) if direction == "forward" else BwdParams()
+
+
+kernel_registry.register(
+    "page_attention",
+    Platform.PALLAS,
+    Backend.GPU,
+    priority=PRIORITY,
+    support=Support(
+        devices=cuda(90, 90),
+        dtypes=HALF,
+        head_dims=multiple_of(32, at_most=128),
+        features={"varlen", "window", "soft_cap", "sinks", "gqa", "value_dim", "lse"},
+        check=refusal,
+    ),
+)(PallasPageAttention)
