@@ -42,7 +42,18 @@ def inputs(batch=1, q_len=160, kv_len=160, heads=2, kv_heads=1, dim=64, value_di
 
 
 IDS = np.repeat([[1, 2, 0, 3]], 1, 0).repeat([50, 30, 20, 60], 1).astype(np.int32)
-ONE_A_FEATURE = ("causal", "more keys", "window", "soft cap", "sinks", "segments", "packed", "float16", "value dim")
+ONE_A_FEATURE = (
+    "plain",
+    "causal",
+    "more keys",
+    "window",
+    "soft cap",
+    "sinks",
+    "segments",
+    "packed",
+    "float16",
+    "value dim",
+)
 LONELY = np.repeat([[7, 1]], 1, 0).repeat([130, 30], 1).astype(np.int32)
 CUTS = np.array([0, 70, 70, 150], np.int32)
 CALLS = {

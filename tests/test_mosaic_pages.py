@@ -28,7 +28,7 @@ WIDE = {"dim": 64, "max_blocks": 5, "size": 64}
 # Arguments of ``examples_page_attention.make`` beside those, then those of the call.
 CALLS = {
     "chunks": ({"group": 2, "padding": 5}, {}),
-    "window": ({"group": 2}, {"sliding_window": (40, 0)}),
+    "window": ({"group": 2, "size": 16, "max_blocks": 16}, {"sliding_window": (40, 0)}),
     "sinks and a cap": ({"group": 4, "sinks": "own"}, {"logits_soft_cap": 3.0}),
     "small pages": ({"size": 16, "max_blocks": 16}, {}),
     "pages of 48": ({"size": 48, "max_blocks": 6}, {"sliding_window": (100, 0)}),
@@ -43,9 +43,17 @@ CALLS = {
 
 
 def make(name, dtype="bfloat16", lens=LENS, **changed):
-    """Everything that no query may see is NaN, and what the tables have past a context is anything."""
+    """Everything that no query may see is NaN, and what the tables have for it is anything."""
     sizes, options = CALLS[name]
-    arrays = pages.make(lens, **{"chunks": CHUNKS, **WIDE, **sizes, **changed})(np.random.default_rng(0))
+    sizes = {"chunks": CHUNKS, **WIDE, **sizes, **changed}
+    arrays = pages.make(lens, **sizes)(np.random.default_rng(0))
+    left = options.get("sliding_window", (max(lens), 0))[0]
+    for b, (length, new) in enumerate(zip(lens, sizes["chunks"] or [1] * len(lens), strict=True)):
+        for token in range(max(0, length - new - left)):
+            for cache in ("key_cache", "value_cache"):
+                arrays[cache][arrays["block_tables"][b, token // sizes["size"]], :, token % sizes["size"]] = np.nan
+        before = max(0, length - new - left) // sizes["size"]
+        arrays["block_tables"][b, :before] = [-9, 2**30] * (before // 2) + [-9] * (before % 2)
     kept = {"softmax_aux": "float32"}
     return {
         name: jnp.asarray(x, kept.get(name, dtype) if x.dtype == np.float64 else None) for name, x in arrays.items()
