@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,21 @@ def test_default_tiles_fit(chip, call):
 @pytest.mark.parametrize("call", [*CALLS, "256", "e4m3"])
 def test_default_tiles_fit_other_chips(chip, call):
     assert too_much(chip, launches(chip, **{**CALLS, **MORE_CALLS}[call])) == []
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "cache", ["int8", pytest.param("float8_e4m3fn", marks=slow), pytest.param("float8_e5m2", marks=slow)]
+)
+def test_narrow_values_are_widened_in_registers(cache):
+    """No step stores widened values into shared memory: what it reads from there are words."""
+    kept_compilations()
+    (made,) = (launch for launch in launches(H200, cache=cache) if launch.kernel.__name__ == "attend")
+    assert made.constants.pairs
+    text = made.compiled(CHIPS[H200]).asm["ttgir"]
+    keys, words = made.constants.bn, made.constants.bv // 2
+    assert re.search(rf"local_load .*memdesc<{keys}x{words}xi16,.*dot_op<{{opIdx = 1", text)
+    assert not re.search(rf"local_alloc %\S+ : \(tensor<{keys}x", text)
 
 
 @pytest.mark.compiled

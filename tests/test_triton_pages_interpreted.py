@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ptx import Assembler
 
 from ejkernel import BwdParams, FwdParams, flash_attention, overlay, page_attention
 from ejkernel.kernels._triton import call, few_queries
@@ -61,6 +62,59 @@ def test_every_number_of_8_bits_is_widened_exactly(cache):
     )
     np.testing.assert_array_equal(out[0, 0], np.asarray(stored.astype(jnp.float32)))
     assert (out[1] == 0).all()
+
+
+@pytest.fixture
+def assembler(monkeypatch):
+    """Kernels run with the instructions that an NVIDIA GPU gets."""
+    monkeypatch.setattr(few_queries, "_converts", lambda narrow, device: bool(narrow))
+    jax.clear_caches()
+    yield Assembler(monkeypatch)
+    jax.clear_caches()
+
+
+NARROW = ["int8", "float8_e5m2", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("cache", NARROW)
+def test_every_number_of_8_bits_is_widened_exactly_by_instructions(cache, assembler):
+    """Every byte is once in an even dim and once in an odd one."""
+    bits = np.stack([np.arange(256, dtype=np.uint8), np.roll(np.arange(256, dtype=np.uint8), 1)])
+    stored = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.dtype(cache))
+    values = stored.reshape(2, 1, 1, 256)
+    query = jnp.ones((2, 1, 256), jnp.float16)
+    out = page_attention(
+        query, jnp.zeros_like(values), values, jnp.array([1, 1]), jnp.array([[0], [1]]), platform="triton"
+    )
+    np.testing.assert_array_equal(out[:, 0], np.asarray(stored.astype(jnp.float16)))
+    # Four keys or two words at once.
+    assert assembler.packs == {4, 2}
+
+
+@pytest.mark.parametrize("value_dim", [64, 90, 91])
+@pytest.mark.parametrize("cache", NARROW)
+def test_values_in_words(cache, value_dim, assembler):
+    """Dims that are padded or cannot be paired, and steps that are masked; what nobody owns is large, or NaN."""
+    rng = np.random.default_rng(value_dim)
+    lens, tables = np.array([37, 90, 0, 16]), rng.permutation(24).reshape(4, 6)
+    owned = np.zeros((24, 16), bool)
+    for row, length in zip(tables, lens, strict=True):
+        owned[row] = np.arange(96).reshape(6, 16) < length
+
+    def stored(dim):
+        numbers = (
+            rng.integers(-100, 100, (24, 2, 16, dim)) if cache == "int8" else rng.standard_normal((24, 2, 16, dim))
+        )
+        return jnp.asarray(np.where(owned[:, None, :, None], numbers, 127 if cache == "int8" else np.nan)).astype(cache)
+
+    query = jnp.asarray(rng.standard_normal((4, 6, 64)), jnp.float16)
+    arguments = (query, stored(64), stored(value_dim), jnp.asarray(lens), jnp.asarray(tables))
+    scales = jnp.array([0.01, 0.02]) if cache == "int8" else jnp.array([0.5, 2.0])
+    run = functools.partial(page_attention, *arguments, k_scale=scales, v_scale=scales)
+    with overlay(page_attention=FwdParams(q_blocksize=16, kv_blocksize=32)):
+        found = run(platform="triton")
+    np.testing.assert_allclose(found, run(platform="xla"), rtol=4e-3, atol=4e-3)
+    assert assembler.packs == ({4} if value_dim % 2 else {4, 2})
 
 
 @pytest.mark.parametrize("scale", [1e6, pytest.param(1e-6, marks=slow)])

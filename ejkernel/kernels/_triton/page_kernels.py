@@ -59,6 +59,16 @@ class PageConstants:
         """Whether a step's keys are all of one page."""
         return self.page > 0 and self.page % self.bn == 0
 
+    @property
+    def pairs(self) -> bool:
+        """Whether values of 8 bits are read as words of 16, each of which holds two neighbouring dims.
+
+        That spares a way through shared memory where tensor cores take values from registers: not for float32, nor
+        for 64 rows. A tile of half the dims must still be wider than high: otherwise all warps get the same dims.
+        """
+        spares = self.precision != "ieee" and self.bm < min(64, self.bv // 2)
+        return self.converts and spares and self.value_dim % 2 == 0
+
 
 @dataclass(frozen=True)
 class ScheduleConstants:
@@ -192,6 +202,40 @@ def widened(x, dtype: tl.constexpr, PURE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def split(x, C: tl.constexpr):
+    """The even and the odd dims of stored values, as float16; a word has two dims, and a register two words.
+
+    Words are transposed on their way from shared memory to the tensor cores, bytes are not. So they are split then.
+    """
+    if C.cache == "int8":
+        # As in ``widened``.
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, c;
+            xor.b32 t, $2, 0x80808080;
+            mov.b32 c, 0x64806480;
+            prmt.b32 $0, t, 0x64646464, 0x4240;
+            prmt.b32 $1, t, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, c;
+            sub.f16x2 $1, $1, c; }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif C.cache == "e5m2":
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t; .reg .b16 a, b;
+            prmt.b32 t, $2, 0, 0x3120;
+            mov.b32 {a, b}, t;
+            cvt.rn.f16x2.e4m3x2 $0, a;
+            cvt.rn.f16x2.e4m3x2 $1, b; }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def load_keys(base, at, keep, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
     """A tile ``[bn, PADDED]`` of keys or values."""
     dims = tl.arange(0, PADDED)
@@ -207,8 +251,8 @@ def load_keys(base, at, keep, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: t
 
 
 @triton.jit
-def step(top, total, acc, q_tile, first, caches, row_state, geometry, C: tl.constexpr, MASKED: tl.constexpr):
-    """One block of keys: the statistics and the accumulator after it."""
+def step(top, total, accs, q_tile, first, caches, row_state, geometry, C: tl.constexpr, MASKED: tl.constexpr):
+    """One block of keys: the statistics and the accumulators after it."""
     k, v, table, head, factor = caches
     start, stop, least, most = row_state
     cols = first + tl.arange(0, C.bn)
@@ -218,9 +262,13 @@ def step(top, total, acc, q_tile, first, caches, row_state, geometry, C: tl.cons
     if C.cache != "":
         k_tile = widened(k_tile, q_tile.dtype, True, C)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.precision)
-    v_tile = load_keys(v, at, keep, C.value_dim, C.bv, MASKED)
-    if C.cache != "":
-        v_tile = widened(v_tile, q_tile.dtype, False, C)
+    if C.pairs:
+        words = load_keys(v.to(tl.pointer_type(tl.int16)), at, keep, C.value_dim // 2, C.bv // 2, MASKED)
+        v_tiles = split(words, C)
+    elif C.cache != "":
+        v_tiles = (widened(load_keys(v, at, keep, C.value_dim, C.bv, MASKED), q_tile.dtype, False, C),)
+    else:
+        v_tiles = (load_keys(v, at, keep, C.value_dim, C.bv, MASKED),)
     if C.cache != "":
         s = s * factor[:, None]
     else:
@@ -234,8 +282,13 @@ def step(top, total, acc, q_tile, first, caches, row_state, geometry, C: tl.cons
     weights = tl.exp2(s - shift[:, None])
     decay = tl.exp2(top - shift)
     total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision=C.precision)
-    return new_top, total, acc
+    weights = weights.to(v_tiles[0].dtype)
+    acc = tl.dot(weights, v_tiles[0], accs[0] * decay[:, None], input_precision=C.precision)
+    if C.pairs:
+        odd = tl.dot(weights, v_tiles[1], accs[1] * decay[:, None], input_precision=C.precision)
+        return new_top, total, (acc, odd)
+    else:
+        return new_top, total, (acc,)
 
 
 @triton.jit
@@ -307,7 +360,11 @@ def attend(
                 q_tile = q_tile / unit[:, None]
         top = tl.full([C.bm], float("-inf"), tl.float32)
         total = tl.full([C.bm], 0.0, tl.float32)
-        acc = tl.full([C.bm, C.bv], 0.0, tl.float32)
+        if C.pairs:
+            # One for the even dims, one for the odd ones.
+            accs = (tl.full([C.bm, C.bv // 2], 0.0, tl.float32), tl.full([C.bm, C.bv // 2], 0.0, tl.float32))
+        else:
+            accs = (tl.full([C.bm, C.bv], 0.0, tl.float32),)
         least = tl.maximum(tl.min(start, 0), key_begin)
         most = tl.minimum(tl.max(bound, 0), key_stop)
         caches = (k, v, tables + sequence.to(tl.int64) * max_blocks, head, factor)
@@ -317,11 +374,13 @@ def attend(
         full_from = tl.minimum(tl.cdiv(tl.maximum(tl.max(start, 0) - key_begin, 0), C.bn), steps)
         full_to = tl.maximum((tl.minimum(tl.min(bound, 0), key_stop) - key_begin) // C.bn, full_from)
         for t in tl.range(full_from, full_to):
-            top, total, acc = step(top, total, acc, q_tile, key_begin + t * C.bn, caches, row_state, geometry, C, False)
+            first = key_begin + t * C.bn
+            top, total, accs = step(top, total, accs, q_tile, first, caches, row_state, geometry, C, False)
         for t in tl.range(0, steps - (full_to - full_from)):
             first = key_begin + tl.where(t < full_from, t, t + full_to - full_from) * C.bn
-            top, total, acc = step(top, total, acc, q_tile, first, caches, row_state, geometry, C, True)
+            top, total, accs = step(top, total, accs, q_tile, first, caches, row_state, geometry, C, True)
 
+        acc = tl.interleave(accs[0], accs[1]) if C.pairs else accs[0]
         whole = steps == tile_steps
         if C.sinks:
             sink = tl.load(sinks + example * sink_step + head * C.group + rows % C.group) * LOG2E
