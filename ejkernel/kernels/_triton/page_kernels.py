@@ -251,6 +251,15 @@ def load_keys(base, at, keep, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: t
 
 
 @triton.jit
+def scaled(accs, factor, C: tl.constexpr):
+    """The accumulators, each row times its factor."""
+    if C.pairs:
+        return (accs[0] * factor[:, None], accs[1] * factor[:, None])
+    else:
+        return (accs[0] * factor[:, None],)
+
+
+@triton.jit
 def step(top, total, accs, q_tile, first, caches, row_state, geometry, C: tl.constexpr, MASKED: tl.constexpr):
     """One block of keys: the statistics and the accumulators after it."""
     k, v, table, head, factor = caches
@@ -283,9 +292,10 @@ def step(top, total, accs, q_tile, first, caches, row_state, geometry, C: tl.con
     decay = tl.exp2(top - shift)
     total = total * decay + tl.sum(weights, 1)
     weights = weights.to(v_tiles[0].dtype)
-    acc = tl.dot(weights, v_tiles[0], accs[0] * decay[:, None], input_precision=C.precision)
+    accs = scaled(accs, decay, C)
+    acc = tl.dot(weights, v_tiles[0], accs[0], input_precision=C.precision)
     if C.pairs:
-        odd = tl.dot(weights, v_tiles[1], accs[1] * decay[:, None], input_precision=C.precision)
+        odd = tl.dot(weights, v_tiles[1], accs[1], input_precision=C.precision)
         return new_top, total, (acc, odd)
     else:
         return new_top, total, (acc,)
@@ -380,7 +390,6 @@ def attend(
             first = key_begin + tl.where(t < full_from, t, t + full_to - full_from) * C.bn
             top, total, accs = step(top, total, accs, q_tile, first, caches, row_state, geometry, C, True)
 
-        acc = tl.interleave(accs[0], accs[1]) if C.pairs else accs[0]
         whole = steps == tile_steps
         if C.sinks:
             sink = tl.load(sinks + example * sink_step + head * C.group + rows % C.group) * LOG2E
@@ -389,15 +398,18 @@ def attend(
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             decay = tl.exp2(top - shift)
             total = total * decay + tl.exp2(sink - shift)
-            acc = acc * decay[:, None]
+            accs = scaled(accs, decay, C)
             top = new_top
         nothing = total == 0
         inverse = tl.where(nothing, 0.0, 1 / tl.where(nothing, 1.0, total))
         row_lse = tl.where(nothing, float("-inf"), top + tl.log2(total))
         if C.v_scale:
             inverse = inverse * tl.load(v_scales + example * v_step + head)
+        accs = scaled(accs, inverse, C)
         # A row that sees nothing gives 0, be the values of its tile's other rows NaN.
-        acc = tl.where(nothing[:, None], 0.0, acc * inverse[:, None])
+        acc = tl.where(nothing[:, None], 0.0, accs[0])
+        if C.pairs:
+            acc = tl.interleave(acc, tl.where(nothing[:, None], 0.0, accs[1]))
         columns = tl.arange(0, C.bv)
         keep = inside[:, None] & (columns < C.value_dim)[None, :]
         if whole:
