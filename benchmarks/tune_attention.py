@@ -63,19 +63,19 @@ def paged(sequences, length, new=None, page=64, heads=32, kv_heads=8, dim=128, c
 
 
 PAGES = {
-    **{f"decode, 64 of 4k, pages of {page}": paged(64, 4096, page=page) for page in (16, 32, 64, 128, 256)},
+    "chunks, 128 of 512 on 4k": paged(128, 4096, 512),
+    "chunks, 16 of 512 on 4k": paged(16, 4096, 512),
+    "chunks, 4 of 1024 on 4k": paged(4, 4096, 1024),
+    "a chunk of 2048 on 8k": paged(1, 8192, 2048),
+    # Fewer tokens than chunks have: speculation, and what a batch of decoding and chunks has on the average.
+    **{f"64 of 4k with {new} new each": paged(64, 4096, new) for new in (1, 8, 64)},
+    **{f"decode, 64 of 4k, pages of {page}": paged(64, 4096, page=page) for page in (16, 64, 128)},
     "decode, 1 of 64k": paged(1, 65536),
-    "decode, 4 of 32k": paged(4, 32768),
     "decode, 128 of 16k": paged(128, 16384),
     "decode, GPT-OSS, full layers": paged(64, 4096, heads=64, dim=64, sinks=True),
     **{
         f"decode, 64 of 4k, {cache}": paged(64, 4096, cache=cache) for cache in ("int8", "float8_e4m3fn", "float8_e5m2")
     },
-    "chunks, 128 of 512 on 4k": paged(128, 4096, 512),
-    "chunks, 16 of 512 on 4k": paged(16, 4096, 512),
-    "chunks, 4 of 1024 on 4k": paged(4, 4096, 1024),
-    "a chunk of 2048 on 8k": paged(1, 8192, 2048),
-    "64 of 4k with 64 new each": paged(64, 4096, 64),
 }
 SHAPES = {
     **dict(cells()),

@@ -49,7 +49,7 @@ LLAMA = Model(128256, 4096, 32, 32, 8, 128, 14336, "bfloat16")
 
 
 def weights_of(model, key):
-    """Random weights; those of all layers have a leading axis for ``scan``."""
+    """Random weights, those of each layer apart: a loop over stacked ones would copy them on a GPU."""
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     shapes = {
         "query": (model.width, q),
@@ -60,14 +60,23 @@ def weights_of(model, key):
         "up": (model.width, model.hidden),
         "down": (model.hidden, model.width),
     }
-    keys = iter(jax.random.split(key, len(shapes) + 1))
+    keys = iter(jax.random.split(key, model.layers * len(shapes) + 1))
 
     def normal(shape, fan_in):
         return (jax.random.normal(next(keys), shape) * fan_in**-0.5).astype(model.dtype)
 
-    layers = {name: normal((model.layers, *shape), shape[0]) for name, shape in shapes.items()}
-    layers |= {name: jnp.ones((model.layers, model.width), model.dtype) for name in ("norm", "norm_hidden")}
+    def layer():
+        norms = {name: jnp.ones(model.width, model.dtype) for name in ("norm", "norm_hidden")}
+        return norms | {name: normal(shape, shape[0]) for name, shape in shapes.items()}
+
+    layers = [layer() for _ in range(model.layers)]
     return {"embedding": normal((model.vocabulary, model.width), model.width), "layers": layers}
+
+
+def empty_caches(model, pages, page):
+    """Keys and values of all layers, donated to every step, which updates them in place."""
+    shape = (pages, model.kv_heads, page, model.head_dim)
+    return [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(model.layers)]
 
 
 def normed(x, scale):
@@ -86,18 +95,16 @@ def rotated(x, positions):
 
 def decoder(model, weights, tokens, positions, attend, caches=None):
     """Logits of tokens ``[…, T]``. ``attend(q, k, v, cache)`` gives the attention's output and the layer's cache."""
-
-    def layer(x, inputs):
-        own, cache = inputs
+    x, updated = weights["embedding"][tokens], []
+    for own, cache in zip(weights["layers"], caches or [None] * model.layers, strict=True):
         y = normed(x, own["norm"])
         q, k, v = ((y @ own[name]).reshape(*y.shape[:-1], -1, model.head_dim) for name in ("query", "key", "value"))
         mixed, cache = attend(rotated(q, positions), rotated(k, positions), v, cache)
         x = x + mixed.reshape(*x.shape[:-1], -1) @ own["out"]
         y = normed(x, own["norm_hidden"])
-        return x + (jax.nn.silu(y @ own["gate"]) * (y @ own["up"])) @ own["down"], cache
-
-    x, caches = jax.lax.scan(layer, weights["embedding"][tokens], (weights["layers"], caches))
-    return (normed(x, 1.0) @ weights["embedding"].T).astype(jnp.float32), caches
+        x = x + (jax.nn.silu(y @ own["gate"]) * (y @ own["up"])) @ own["down"]
+        updated.append(cache)
+    return (normed(x, 1.0) @ weights["embedding"].T).astype(jnp.float32), updated
 
 
 def dense(q, k, v, cache):
@@ -191,8 +198,7 @@ class Server:
         self.budget, self.page, self.per_sequence = budget, page, -(-longest // page)
         count = pages or slots * self.per_sequence * 3 // 4
         self.free = collections.deque(range(count))
-        shape = (model.layers, count, model.kv_heads, page, model.head_dim)
-        self.caches = (jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype))
+        self.caches = empty_caches(model, count, page)
         self.waiting: collections.deque[Request] = collections.deque()
         self.history: list[dict] = []
 
@@ -346,8 +352,7 @@ def llama(layers, batch, context, steps, page=64):
     model = Model(**{**LLAMA.__dict__, "layers": layers})
     weights = jax.jit(functools.partial(weights_of, model))(jax.random.key(0))
     pages = batch * -(-(context + 1) // page)
-    shape = (model.layers, pages, model.kv_heads, page, model.head_dim)
-    caches = (jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype))
+    caches = empty_caches(model, pages, page)
     tables = jnp.asarray(np.random.default_rng(0).permutation(pages).reshape(batch, -1), jnp.int32)
     lens = jnp.full(batch, context, jnp.int32)
     tokens, offsets = jnp.zeros(batch, jnp.int32), jnp.arange(batch + 1, dtype=jnp.int32)

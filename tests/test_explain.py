@@ -155,7 +155,7 @@ def test_every_shipped_row_resolves(path):
         features, size = set(row["call"]["features"].split()), row["call"]
         key = json.dumps(size, sort_keys=True)
         if key not in calls:
-            calls[key] = flash_call(size, features)
+            calls[key] = {"flash_attention": flash_call, "page_attention": page_call}[path.stem](size, features)
         call = calls[key]
         assert dict(call.bucket).keys() == size.keys()
         assert {name: value for name, value in call.bucket if name not in ("window",)} == {
@@ -163,6 +163,24 @@ def test_every_shipped_row_resolves(path):
         }
         assert entry.effective(call.shapes, call.spec, params, device, row["direction"]) == params
         assert row["seconds"] > 0
+
+
+def page_call(size, features):
+    """A call of page_attention that falls into a bucket, of one key head."""
+    batch, shape = size["heads"], jax.ShapeDtypeStruct
+    pages = size["kv_len"] // size["block_size"]
+    caches = [
+        shape((pages, 1, size["block_size"], size[name]), size["cache_dtype"]) for name in ("head_dim", "value_dim")
+    ]
+    query = shape((batch * size["q_len"], size["group"], size["head_dim"]), size["dtype"])
+    options = {
+        "varlen": {"cum_seqlens_q": shape((batch + 1,), jnp.int32)},
+        "sinks": {"softmax_aux": shape((size["group"], 1), jnp.float32)},
+        "scales": {"k_scale": shape((), jnp.float32)},
+    }
+    given = {name: value for feature in features for name, value in options.get(feature, {}).items()}
+    tables = shape((batch, pages), jnp.int32)
+    return explain(page_attention, query, *caches, shape((batch,), jnp.int32), tables, **given).call
 
 
 def flash_call(size, features):

@@ -257,7 +257,7 @@ def test_tiles_follow_the_pages():
         "value_cache": jax.ShapeDtypeStruct((1, 9, 2, 48, 128), jnp.bfloat16),
         "key_cache": jax.ShapeDtypeStruct((1, 9, 2, 48, 128), jnp.bfloat16),
     }
-    assert parameters.defaults(shapes) == tile_of(128, 96, 8, 2)
+    assert parameters.defaults(shapes) == tile_of(192, 48, 12, 3)
     asked = FwdParams(q_blocksize=1000, kv_blocksize=1, num_stages=99)
     assert parameters.effective(shapes, asked) == tile_of(192, 16, 12, 16)
     for params in (*parameters.space(shapes), parameters.effective(shapes, asked)):
@@ -283,9 +283,12 @@ def explained(*arrays, **options):
     ("sizes", "platform"),
     [
         ({}, "pallas"),
-        ({"tokens": 4156, "sequences": 64}, "pallas"),
-        ({"tokens": 512}, "triton"),
         ({"page": 16}, "pallas"),
+        # Decoding beside chunks.
+        ({"tokens": 4156, "sequences": 64}, "pallas"),
+        # Few queries of long contexts, which have to be cut.
+        ({"tokens": 8, "sequences": 1}, "triton"),
+        ({"tokens": 16, "sequences": 4}, "triton"),
     ],
 )
 def test_chunks_run_on_hopper_and_few_queries_on_triton(sizes, platform):

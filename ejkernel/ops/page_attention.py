@@ -136,6 +136,8 @@ class PageAttention(Operation):
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
+    # Which kernel is faster depends on whether sequences fill the chip: shipped times tell nothing of far smaller batches.
+    farthest = 2.0
     shareable = frozenset({"key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"})
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -310,13 +312,17 @@ class PageAttention(Operation):
         )
 
     def sample(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        """Random numbers, full contexts with equally many queries, pages in no order."""
+        """Random numbers, contexts from a quarter of their room to all of it with equally many queries, pages in no order."""
         keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
         blocks, _, block_size = shapes["key_cache"].shape[1:4]
 
         def make(name: str, like: jax.ShapeDtypeStruct) -> Array:
             if name == "context_lens":
-                return jnp.full(like.shape, shapes["block_tables"].shape[2] * block_size, like.dtype)
+                most = shapes["block_tables"].shape[2] * block_size
+                queries = -(-shapes["query"].shape[1] // max(1, like.shape[1]))
+                spread = jnp.linspace(most // 4, most, like.shape[1]) if like.shape[1] > 1 else jnp.full(1, most)
+                lens = jax.random.permutation(keys[name], jnp.maximum(spread.astype(like.dtype), min(queries, most)))
+                return jnp.broadcast_to(lens, like.shape)
             if name == "query_starts":
                 tokens, batch = shapes["query"].shape[1], like.shape[1] - 1
                 return jnp.broadcast_to(jnp.arange(batch + 1) * tokens // max(1, batch), like.shape).astype(like.dtype)

@@ -170,6 +170,8 @@ def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: s
         return None
     params = params_class(direction)(**row["params"])
     distance = _apart(row["call"], wanted) or 0.0
+    if distance > kernel_registry.operation(call.algorithm).farthest:
+        return None
     return Record(params, row["seconds"], "shipped", json.dumps(row["call"], sort_keys=True), distance)
 
 

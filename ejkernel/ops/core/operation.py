@@ -7,6 +7,7 @@ call is one dictionary look-up and one call of a jitted function.
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,7 @@ class Operation:
         outside: arguments that the operation's function deals with itself.
         undemanding: features that ask no more of a kernel's registers and memory: parameters measured with and without
             them serve each other.
+        farthest: how far a call may be, in powers of two of its sizes, from one whose shipped times count for it.
 
     A prepared array may be a tree of arrays; its name then stands for all of them.
 
@@ -60,6 +62,7 @@ class Operation:
     gradients: tuple[str, ...]
     shareable: frozenset[str] = frozenset()
     undemanding: frozenset[str] = frozenset()
+    farthest: float = math.inf
     runs_on: str = ""
     outside: frozenset[str] = frozenset()
 

@@ -13,9 +13,9 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BELOW_T
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
 from ejkernel.kernels._pallas.gpu.page_attention_sm90.parameters import defaults, effective, space
 
-# Rows (tokens with the query heads that share a key head) of a sequence, on the average, from which on this kernel is faster
-# than Triton's on an H200.
-ENOUGH_ROWS = 64
+# Rows (tokens with the query heads that share a key head) of a sequence, on the average, and blocks of all sequences, from
+# which on this kernel is faster than Triton's on an H200, which cuts long contexts.
+ENOUGH_ROWS, ENOUGH_BLOCKS = 32, 64
 
 
 class PallasPageAttention:
@@ -28,10 +28,12 @@ class PallasPageAttention:
 
     @staticmethod
     def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
-        """Below Triton's where sequences have few queries: nothing cuts a long context."""
-        query, keys = shapes["query"], shapes["key_cache"]
-        rows = query.shape[1] * query.shape[2] // keys.shape[2]
-        return BELOW_TRITON if rows < ENOUGH_ROWS * shapes["context_lens"].shape[1] else 0
+        """Below Triton's where sequences have few queries, or blocks do not fill the chip: nothing cuts a long context."""
+        (_, tokens, heads, _), kv_heads = shapes["query"].shape, shapes["key_cache"].shape[2]
+        sequences = max(1, shapes["context_lens"].shape[1])
+        rows = tokens * (heads // kv_heads) // sequences
+        blocks = sequences * -(-rows // defaults(shapes).q_blocksize) * kv_heads
+        return BELOW_TRITON if rows < ENOUGH_ROWS or blocks < ENOUGH_BLOCKS else 0
 
     @staticmethod
     def forward(arrays, spec, params, *, interpret: Any = False) -> tuple[Array, Array]:
