@@ -35,16 +35,18 @@ PROMPTS = ("prefill", "mixed")
 def bars(axis, rows, figure, form):
     """One group of bars a call, one bar an implementation."""
     calls = list(dict.fromkeys(row["call"] for row in rows))
-    for index, call in enumerate(calls):
+    y, middles = 0.0, []
+    for call in calls:
         own = {row["implementation"]: row[figure] for row in rows if row["call"] == call}
         names = [name for name in COLOURS if name in own]
-        height = 0.84 / len(names)
-        for position, name in enumerate(names):
-            y = index - 0.42 + height * (position + 0.5)
-            axis.barh(y, own[name], height * 0.92, color=COLOURS[name])
+        middles.append(y + (len(names) - 1) / 2)
+        for name in names:
+            axis.barh(y, own[name], 0.9, color=COLOURS[name])
             axis.text(own[name], y, f" {own[name]:{form}}", va="center", fontsize=6.5, color="#334155")
-    axis.set_yticks(range(len(calls)), calls, fontsize=8)
-    axis.invert_yaxis()
+            y += 1
+        y += 0.8
+    axis.set_yticks(middles, calls, fontsize=8)
+    axis.set_ylim(y - 0.8, -1)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="x", labelsize=8)
     axis.margins(x=0.08)
@@ -55,7 +57,7 @@ def main(path):
     decoding, prompts = (
         [row for row in result["rows"] if row["part"] in parts] for parts in (DECODING, PROMPTS)
     )  # fmt: skip
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 11), height_ratios=(11, 4.2), layout="constrained")
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 11), height_ratios=(11, 4), layout="constrained")
     bars(above, decoding, "terabytes_per_second", ".2f")
     above.set_title(
         f"Decoding on an {result['device']}, bfloat16 unless said, 32/8 heads × 128", fontsize=10, loc="left"
@@ -63,6 +65,9 @@ def main(path):
     above.set_xlabel("keys and values read, TB/s (more is better)", fontsize=8)
     bars(below, prompts, "ms", ".2f")
     below.set_xscale("log")
+    below.set_xticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
+    below.minorticks_off()
+    below.set_xlim(left=0.2)
     below.set_title("Prompts in chunks, alone and beside decoding", fontsize=10, loc="left")
     below.set_xlabel("ms (less is better)", fontsize=8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]

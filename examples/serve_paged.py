@@ -350,7 +350,7 @@ def llama(layers, batch, context, steps, page=64):
     from ejkernel.callib.chips import identify
 
     model = Model(**{**LLAMA.__dict__, "layers": layers})
-    weights = jax.jit(functools.partial(weights_of, model))(jax.random.key(0))
+    weights = weights_of(model, jax.random.key(0))
     pages = batch * -(-(context + 1) // page)
     caches = empty_caches(model, pages, page)
     tables = jnp.asarray(np.random.default_rng(0).permutation(pages).reshape(batch, -1), jnp.int32)

@@ -365,7 +365,11 @@ def ship(tmp_path, monkeypatch):
         folder = tmp_path / "ejkernel" / "tuned" / "nvidia-h200"
         folder.mkdir(parents=True)
         (folder / f"{FLASH}.json").write_text(json.dumps({"entries": rows}))
-        monkeypatch.setattr(chain.resources, "files", lambda package: tmp_path / package)
+        found = chain.resources.files
+        # Others look for files of theirs, once, and keep what they find.
+        monkeypatch.setattr(
+            chain.resources, "files", lambda package: tmp_path / package if package == "ejkernel" else found(package)
+        )
         chain.forget()
 
     return put
