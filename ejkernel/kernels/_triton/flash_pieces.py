@@ -257,12 +257,19 @@ def load_rows(
     """A tile ``[ROWS, PADDED]`` from row ``first`` on; if ``MASKED``, rows that ``keep`` leaves out are 0."""
     dims = tl.arange(0, PADDED)
     pointers = base + first.to(tl.int64) * STRIDE + (tl.arange(0, ROWS)[:, None] * STRIDE + dims[None, :])
+    return load_tile(pointers, keep, DIM, PADDED, MASKED)
+
+
+@triton.jit
+def load_tile(pointers, keep, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """What pointers ``[rows, PADDED]`` point to, 0 from ``DIM`` on; if ``MASKED``, in rows that ``keep`` leaves out too."""
+    dims = tl.arange(0, PADDED)
     if MASKED and PADDED > DIM:
-        return tl.load(pointers, mask=keep[:, None] & (dims < DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=keep[:, None] & (dims < DIM)[None, :], other=0)
     elif MASKED:
-        return tl.load(pointers, mask=keep[:, None], other=0.0)
+        return tl.load(pointers, mask=keep[:, None], other=0)
     elif PADDED > DIM:
-        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0)
     else:
         return tl.load(pointers)
 

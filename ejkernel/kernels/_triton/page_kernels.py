@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.flash_pieces import LN2, LOG2E, tanh
+from ejkernel.kernels._triton.flash_pieces import LN2, LOG2E, load_tile, tanh
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,8 @@ def split(x, C: tl.constexpr):
 @triton.jit
 def load_keys(base, at, keep, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
     """A tile ``[bn, PADDED]`` of keys or values."""
-    dims = tl.arange(0, PADDED)
-    pointers = base + (at[:, None] * DIM + dims[None, :])
-    if MASKED and PADDED > DIM:
-        return tl.load(pointers, mask=keep[:, None] & (dims < DIM)[None, :], other=0)
-    elif MASKED:
-        return tl.load(pointers, mask=keep[:, None], other=0)
-    elif PADDED > DIM:
-        return tl.load(pointers, mask=(dims < DIM)[None, :], other=0)
-    else:
-        return tl.load(pointers)
+    pointers = base + (at[:, None] * DIM + tl.arange(0, PADDED)[None, :])
+    return load_tile(pointers, keep, DIM, PADDED, MASKED)
 
 
 @triton.jit

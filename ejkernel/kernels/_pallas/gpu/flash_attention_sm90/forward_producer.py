@@ -112,6 +112,9 @@ def produce(ctx: Context, block: QueryBlock, filled):
                     copy(source, target, step, shared.loaded)
                     plgpu.barrier_wait(shared.loaded)
                     block.clear_padding(target, step)
+                    if not c.warps:
+                        # No warp may still write zeros when the slot is filled again.
+                        plgpu.commit_smem()
                     arrive(ready)
 
             pl.when(~some)(lambda: arrive(ready))
