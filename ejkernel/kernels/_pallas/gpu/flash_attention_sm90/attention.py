@@ -7,18 +7,14 @@ from typing import Any, ClassVar
 from jax import Array
 
 from ejkernel.contracts.params import BwdParams, FwdParams
-from ejkernel.contracts.registry import kernel_registry
-from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, multiple_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
-    BELOW_TRITON,
-    PRIORITY,
     READS,
     backward_effective,
     forward_defaults,
     forward_effective,
     forward_space,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
+from ejkernel.kernels._pallas.gpu.registering import BELOW_TRITON, register
 from ejkernel.kernels.common.decoding import is_decoding
 
 
@@ -71,18 +67,9 @@ def _head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
     return shapes["query"].shape[3], shapes["value"].shape[3]
 
 
-kernel_registry.register(
+register(
     "flash_attention",
-    Platform.PALLAS,
-    Backend.GPU,
-    priority=PRIORITY,
-    support=Support(
-        # The instructions that it is made of (wgmma) are Hopper's alone.
-        devices=cuda(90, 90),
-        dtypes=HALF,
-        head_dims=multiple_of(32, at_most=256),
-        features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
-        gradients={"query", "key", "value", "softmax_aux"},
-        check=refusal,
-    ),
+    widest=256,
+    features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
+    gradients={"query", "key", "value", "softmax_aux"},
 )(PallasFlashAttention)

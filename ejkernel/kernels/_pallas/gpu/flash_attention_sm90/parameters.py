@@ -11,8 +11,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     WARPS_PER_WARPGROUP,
 )
 
-# Of the kernels for Hopper; and what is taken off it where Triton's are faster, which leaves them before cuDNN's.
-PRIORITY, BELOW_TRITON = 20, 11
 # The parameters that say how the kernels run, in both directions.
 READS = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
 # Consumers of the forward, at most.

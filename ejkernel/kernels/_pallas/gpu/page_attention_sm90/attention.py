@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 from jax import Array
 
 from ejkernel.contracts.params import BwdParams, FwdParams
-from ejkernel.contracts.registry import kernel_registry
-from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda, multiple_of
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BELOW_TRITON, PRIORITY, READS
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import READS
 from ejkernel.kernels._pallas.gpu.page_attention_sm90.parameters import defaults, effective, space
+from ejkernel.kernels._pallas.gpu.registering import BELOW_TRITON, register
 
 # Rows (tokens with the query heads that share a key head) of a sequence, on the average, and blocks of all sequences, from
 # which on this kernel is faster than Triton's on an H200, which cuts long contexts.
@@ -58,16 +56,8 @@ class PallasPageAttention:
         return effective(shapes, params) if direction == "forward" else BwdParams()
 
 
-kernel_registry.register(
+register(
     "page_attention",
-    Platform.PALLAS,
-    Backend.GPU,
-    priority=PRIORITY,
-    support=Support(
-        devices=cuda(90, 90),
-        dtypes=HALF,
-        head_dims=multiple_of(32, at_most=128),
-        features={"varlen", "window", "soft_cap", "sinks", "gqa", "value_dim", "lse"},
-        check=refusal,
-    ),
+    widest=128,
+    features={"varlen", "window", "soft_cap", "sinks", "gqa", "value_dim", "lse"},
 )(PallasPageAttention)
