@@ -70,6 +70,6 @@ def _head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
 register(
     "flash_attention",
     widest=256,
-    features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
+    features={"causal", "window", "soft_cap", "bias", "mask", "dropout", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
     gradients={"query", "key", "value", "softmax_aux"},
 )(PallasFlashAttention)
