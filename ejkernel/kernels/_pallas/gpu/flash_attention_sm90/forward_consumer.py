@@ -129,7 +129,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
 
         s = _logits(c, s)
         if c.bias or c.mask:
-            s = block.biased(s, row0, column0(), may_end=masked)
+            s = block.tile(row0, column0()).biased(s, may_end=masked)
         if masked:
             s = block.mask(s, row0, column0(), all_started)
         updated = ()
@@ -141,7 +141,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
             updated = top, decay
         p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(top, s.shape, [0]))
         total = total + row_sums(p)
-        return block.dropped(p, row0, column0()) if c.dropout else p, total, updated
+        return block.tile(row0, column0()).dropped(p) if c.dropout else p, total, updated
 
     def step(i, carry, masked: bool, all_started: bool):
         acc, top, total, p16 = carry

@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import add_bias, drop, dropout_rows, hide, word_size
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
@@ -267,24 +267,9 @@ class QueryBlock:
             ids = mine, self.of_batch("kv_ids").at[pl.ds(column0, c.step)]
         return apply_mask(c, s, stop, start, ids)
 
-    def of_pairs(self, name: str):
-        """Its part of a bias or a mask, ``[rows|1, columns|1]``."""
-        ref = self.ctx.optional[name]
-        return ref.at[self.batch if ref.shape[0] > 1 else 0, self.head if ref.shape[1] > 1 else 0]
-
-    def biased(self, s, row0, column0, may_end: bool):
-        """``s`` with the bias, and -inf where it or the mask hides a pair; ``may_end``: columns may lie past the last."""
-        c = self.ctx.c
-        if c.bias:
-            s = add_bias(c, s, self.of_pairs("bias"), row0, column0, may_end)
-        if c.mask:
-            s = hide(c, s, self.of_pairs("bits"), row0, column0, word_size(c.step))
-        return s
-
-    def dropped(self, p, row0, column0):
-        """``p`` with zeros where dropout has them."""
-        batch_key = self.ctx.optional["dropout_key"][self.batch]
-        return drop(self.ctx.c, p, dropout_rows(batch_key, self.head, row0), column0)
+    def tile(self, row0, column0) -> Tile:
+        """Where a tile of a consumer's logits is."""
+        return Tile(self.ctx.c, self.ctx.optional, self.batch, self.head, row0, column0)
 
     def sinks(self):
         """Of its rows."""

@@ -20,8 +20,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward_wide_keys
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import pair_arrays, word_size
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BACKWARD_BLOCK, backward_effective, single
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
+    CORE_ROWS,
     ROWS,
     WARPS_PER_WARPGROUP,
     key_intervals,
@@ -31,7 +33,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     padded,
     segment_ids,
     statics,
-    whole_tiles,
 )
 from ejkernel.kernels.common import visibility
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
@@ -66,13 +67,19 @@ def backward(
         by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
     inputs = [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)]
     optional = mask_vectors(arrays, rows, keys)
+
+    def with_pairs(by_keys):
+        """What the kernels read, with what says something of every pair; ``by_keys``: their tiles have keys by queries."""
+        more = pair_arrays(arrays, rows, keys, word_size(ROWS), copy=bool(interpret), by_keys=by_keys)
+        return {**optional, **more}
+
     of_kernels = wanted - {"softmax_aux"}
     grads = {}
     if of_kernels and in_one:
         params = backward_effective(query.shape[3], value.shape[3])
-        grads = _all_at_once(arrays, spec, params, inputs, optional, interpret)
+        grads = _all_at_once(arrays, spec, params, inputs, with_pairs(True), interpret)
     elif of_kernels:
-        grads = _one_by_one(arrays, spec, inputs, optional, of_kernels, interpret)
+        grads = _one_by_one(arrays, spec, inputs, with_pairs, of_kernels, interpret)
     grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
     if dropped:
         before = ((0, 0), (dropped, 0), (0, 0), (0, 0))
@@ -111,6 +118,7 @@ def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -
         stages=params.num_stages,
         head=head,
         tail=tail,
+        partial_step=bool(arrays["query"].shape[1] % step),
         ascending=ascending(dim, spec.window[1]),
         interpreted=bool(interpret),
         **statics(arrays, spec),
@@ -151,23 +159,26 @@ def _visits(arrays: dict[str, Array], spec: Any, block: int, step: int):
 # One kernel for queries, one for keys
 
 
-def _one_by_one(arrays, spec, inputs, optional, wanted, interpret) -> dict[str, Array]:
+def _one_by_one(arrays, spec, inputs, with_pairs, wanted, interpret) -> dict[str, Array]:
     start, stop = key_intervals(arrays, spec)
     segments, kv_len = segment_ids(arrays), arrays["key"].shape[1]
     common = {**statics(arrays, spec), "weight_exponent": weight_exponent(arrays["query"].dtype)}
 
-    def run(kernel, ranges):
-        ranges = ranges._replace(begin=whole_tiles(ranges.begin))
+    # A step of a mask begins with a whole word of it.
+    unit = word_size(ROWS) if "attention_mask" in arrays else CORE_ROWS
+
+    def run(kernel, ranges, by_keys):
+        ranges = ranges._replace(begin=ranges.begin // unit * unit)
         plan = visibility.plan_walk(ranges, ROWS, 1, False)
         _, unmasked, masked = visibility.table(plan)
         c = WideConfig(unmasked=unmasked, masked=masked, interpreted=bool(interpret), **common)
-        return kernel(c, *inputs, longest_first(plan), optional, interpret=interpret)
+        return kernel(c, *inputs, longest_first(plan), with_pairs(by_keys), interpret=interpret)
 
     grads = {}
     if "query" in wanted:
         ranges = visibility.key_ranges(start, stop, segments, BACKWARD_BLOCK, kv_len, shifted=False)
-        grads["query"] = run(backward_wide_queries.query_gradient, ranges)
+        grads["query"] = run(backward_wide_queries.query_gradient, ranges, by_keys=False)
     if wanted & {"key", "value"}:
         ranges = visibility.query_ranges(start, stop, segments, ROWS, kv_len)
-        grads["key"], grads["value"] = run(backward_wide_keys.key_gradients, ranges)
+        grads["key"], grads["value"] = run(backward_wide_keys.key_gradients, ranges, by_keys=True)
     return grads
