@@ -16,7 +16,11 @@ from jax import Array
 
 from ejkernel.contracts.params import BwdParams
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single_kernel
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward_wide_keys, backward_wide_queries
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import (
+    backward_bias,
+    backward_wide_keys,
+    backward_wide_queries,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
@@ -73,7 +77,7 @@ def backward(
         more = pair_arrays(arrays, rows, keys, word_size(ROWS), copy=bool(interpret), by_keys=by_keys)
         return {**optional, **more}
 
-    of_kernels = wanted - {"softmax_aux"}
+    of_kernels = wanted & {"query", "key", "value"}
     grads = {}
     if of_kernels and in_one:
         params = backward_effective(query.shape[3], value.shape[3])
@@ -81,6 +85,10 @@ def backward(
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, with_pairs, of_kernels, interpret)
     grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
+    if "bias" in wanted:
+        # The lse in base 2, and the slope.
+        residuals = jnp.stack([padded(base2, rows, jnp.inf), padded(slope, rows)], 2)
+        grads["bias"] = _of_bias(arrays, spec, [*inputs[:-1], residuals], with_pairs(False), interpret)
     if dropped:
         before = ((0, 0), (dropped, 0), (0, 0), (0, 0))
         grads |= {name: jnp.pad(grads[name], before) for name in ("key", "value") if name in grads}
@@ -182,3 +190,15 @@ def _one_by_one(arrays, spec, inputs, with_pairs, wanted, interpret) -> dict[str
         ranges = visibility.query_ranges(start, stop, segments, ROWS, kv_len)
         grads["key"], grads["value"] = run(backward_wide_keys.key_gradients, ranges, by_keys=True)
     return grads
+
+
+# One kernel for the bias
+
+
+def _of_bias(arrays, spec, inputs, optional, interpret) -> Array:
+    start, stop = key_intervals(arrays, spec)
+    ranges = visibility.key_ranges(start, stop, segment_ids(arrays), BACKWARD_BLOCK, arrays["key"].shape[1], shifted=False)
+    common = statics(arrays, spec)
+    c = WideConfig(unmasked=False, masked=True, weight_exponent=0, interpreted=bool(interpret), **common)
+    ends = ranges.begin, ranges.end
+    return backward_bias.bias_gradient(c, *inputs, ends, arrays["bias"], optional, interpret=interpret)
