@@ -8,7 +8,6 @@ and dP are computed once more.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -43,7 +42,9 @@ QUERIES = BACKWARD_CONSUMERS * ROWS
 RESERVED = 1024
 
 
-def bias_gradient(c: WideConfig, query, key, value, dout, rows, ranges, bias, optional, *, interpret: Any = False) -> Array:
+def bias_gradient(
+    c: WideConfig, query, key, value, dout, rows, ranges, bias, optional, *, interpret: Any = False
+) -> Array:
     """The gradient, in the bias's shape and dtype.
 
     ``rows``: ``[B, H, 2, blocks · 128]``, the lse in base 2 and the slope; ``ranges``: the first key and the end of

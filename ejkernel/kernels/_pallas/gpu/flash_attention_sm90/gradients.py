@@ -197,7 +197,9 @@ def _one_by_one(arrays, spec, inputs, with_pairs, wanted, interpret) -> dict[str
 
 def _of_bias(arrays, spec, inputs, optional, interpret) -> Array:
     start, stop = key_intervals(arrays, spec)
-    ranges = visibility.key_ranges(start, stop, segment_ids(arrays), BACKWARD_BLOCK, arrays["key"].shape[1], shifted=False)
+    ranges = visibility.key_ranges(
+        start, stop, segment_ids(arrays), BACKWARD_BLOCK, arrays["key"].shape[1], shifted=False
+    )
     common = statics(arrays, spec)
     c = WideConfig(unmasked=False, masked=True, weight_exponent=0, interpreted=bool(interpret), **common)
     ends = ranges.begin, ranges.end

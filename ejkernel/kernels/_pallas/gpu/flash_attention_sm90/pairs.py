@@ -129,7 +129,9 @@ def add_bias(c: KernelConfig, s, bias, row0, column0, *, may_end: bool, by_keys:
     if c.interpreted:
         first = (column0, row0) if by_keys else (row0, column0)
         sizes = s.shape[::-1] if by_keys else s.shape
-        at = [pl.ds(*x) if n > 1 else pl.ds(0, 1) for n, x in zip(bias.shape, zip(first, sizes, strict=True), strict=True)]
+        at = [
+            pl.ds(*x) if n > 1 else pl.ds(0, 1) for n, x in zip(bias.shape, zip(first, sizes, strict=True), strict=True)
+        ]
         value = bias[tuple(at)].astype(jnp.float32)
         value = jnp.broadcast_to(value.T if by_keys else value, s.shape)
         return jnp.where(value == -jnp.inf, -jnp.inf, s + value)
@@ -314,7 +316,13 @@ class _Values:
     """
 
     def __init__(self, ref, first, sizes, strides, row_ends: bool, column_ends: bool, kind: str):
-        self.sizes, self.strides, self.row_ends, self.column_ends, self.kind = sizes, strides, row_ends, column_ends, kind
+        self.sizes, self.strides, self.row_ends, self.column_ends, self.kind = (
+            sizes,
+            strides,
+            row_ends,
+            column_ends,
+            kind,
+        )
         self._base = _address(ref)
         self._row, self._column = (arith.addi(*x) for x in zip(first, _lane_place(), strict=True))
         self._size = 4 if kind == "float32" else 2
@@ -342,7 +350,10 @@ class _Values:
             offset, more = more * self.strides[1] * self._size, 0
         last = columns - self._at_once + 1
         column = self._place(self._column, more, last, self.column_ends) if columns > 1 else constant(0)
-        return _floats(_load(_element(self._base, row, self.strides[0], column, self.strides[1], self._size), bits, offset), self.kind)
+        return _floats(
+            _load(_element(self._base, row, self.strides[0], column, self.strides[1], self._size), bits, offset),
+            self.kind,
+        )
 
     @staticmethod
     def _place(first, more: int, size: int, ends: bool) -> ir.Value:

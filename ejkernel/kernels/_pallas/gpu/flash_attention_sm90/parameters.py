@@ -38,6 +38,12 @@ DEFAULTS = {
     128: _params(128, 128, 8, 2),
     256: _params(128, 80, 8, 2),
 }
+# The same with dropout, or a bias for every pair: what a lane knows of its pairs takes registers too.
+DEFAULTS_OF_PAIRS = {
+    64: _params(192, 96, 12, 4),
+    128: _params(128, 112, 8, 2),
+    256: _params(128, 48, 8, 2),
+}
 SPACE = {
     64: [(192, 128, 12, 4), (192, 112, 12, 4), (128, 192, 8, 3)],
     128: [(128, 128, 8, 2), (128, 160, 8, 2)],
@@ -50,14 +56,15 @@ def narrow(dim: int, value_dim: int) -> bool:
     return max(dim, value_dim) <= 128
 
 
-def forward_defaults(dim: int, value_dim: int) -> FwdParams:
-    """The forward's tile where nothing was tuned."""
-    return DEFAULTS[_wider(dim, value_dim)]
+def forward_defaults(dim: int, value_dim: int, of_pairs: bool = False) -> FwdParams:
+    """The forward's tile where nothing was tuned; ``of_pairs``: with dropout, or a bias for every pair."""
+    return (DEFAULTS_OF_PAIRS if of_pairs else DEFAULTS)[_wider(dim, value_dim)]
 
 
-def forward_space(dim: int, value_dim: int) -> list[FwdParams]:
+def forward_space(dim: int, value_dim: int, of_pairs: bool = False) -> list[FwdParams]:
     """The forward's tiles that are worth timing."""
-    return [_params(*sizes) for sizes in SPACE[_wider(dim, value_dim)]]
+    wider = _wider(dim, value_dim)
+    return [*([DEFAULTS_OF_PAIRS[wider]] if of_pairs else []), *(_params(*sizes) for sizes in SPACE[wider])]
 
 
 def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
