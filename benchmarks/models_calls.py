@@ -17,8 +17,8 @@ def window(keys):
 def documents(tokens, count):
     """Lengths of documents that fill a row of tokens: log-normal, as in text corpora."""
     drawn = np.random.default_rng(count).lognormal(size=count)
-    ends = np.maximum(np.round(np.cumsum(drawn) / drawn.sum() * tokens), np.arange(1, count + 1))
-    return np.diff([0, *ends]).astype(int).tolist()
+    ends = np.round(np.cumsum(drawn) / drawn.sum() * (tokens - count)).astype(int)
+    return (1 + np.diff([0, *ends])).tolist()
 
 
 def padded(batch, longest):

@@ -8,9 +8,10 @@ pause, the best of each counts (`ejkernel.utils.bursts` says why). Forward + bac
 gradient, those of biases and sinks too. Errors are norms relative to float64's, over one key head and its query heads,
 of the last batch entry or, where a gradient sums over the batch, of all.
 
-A peer that cannot do a call, or one direction of it, is noted with its reason. tokamax is its Mosaic kernel or, where
-that refuses, its Triton kernel; FlashAttention-4 gets lengths in place of a padding mask, which it does not take.
-FILE is written after every call. With --only or --missing the other calls in it stay.
+A peer that cannot do a call, or one direction of it, is noted with its reason; one whose result is wrong does not
+count. tokamax is its Mosaic kernel or, where that refuses, its Triton kernel; FlashAttention-4 gets lengths in place of
+a padding mask, which it does not take. FILE is written after every call. With --only or --missing the other calls in it
+stay.
 """
 
 import argparse
@@ -27,10 +28,10 @@ import attention_child as child
 import numpy as np
 from attention_float64 import in_blocks, relative_errors
 from models_calls import CALLS, words
+from models_tables import DIRECTIONS, OURS, best_peer, speed, wrong
 
-OURS, FA4, TOKAMAX, CUDNN = "ejkernel", "FlashAttention-4", "tokamax", "jax.nn cudnn"
+FA4, TOKAMAX, CUDNN = "FlashAttention-4", "tokamax", "jax.nn cudnn"
 VARIANTS = {TOKAMAX: ("tokamax mosaic_gpu", "tokamax triton")}
-DIRECTIONS = ("forward", "both")
 GROUP = 6  # calls that are compiled side by side, before they are timed
 SECONDS = 0.5  # of all bursts of a program
 # XLA would search for the best product in float64, which is run once.
@@ -53,18 +54,14 @@ class Jax:
 
     def __init__(self, name, case):
         self.compiled, self.notes = {}, []
-        failures = {}
         for variant in VARIANTS.get(name, (name,)):
             work = child.JaxJob({"implementation": variant, "case": case})
             work.programs = {d: program for d, program in work.programs.items() if d not in self.compiled}
             work.build()
             self.compiled |= work.compiled
-            failures |= {d: f"{variant.split(' ')[-1]}: {child.words_of(e)}" for d, e in work.failures.items()}
-            if name in VARIANTS:
-                self.notes += [f"{direction} {variant.split(' ')[-1]}" for direction in work.compiled]
-            if len(self.compiled) == len(DIRECTIONS):
-                break
-        self.notes += [f"{d}: {said}" for d, said in failures.items() if d not in self.compiled]
+            short = variant.split(" ")[-1]
+            self.notes += [f"{direction}: {short}" for direction in work.compiled if name in VARIANTS]
+            self.notes += [f"{direction}: {short}: {child.words_of(e)}" for direction, e in work.failures.items()]
 
     def calls(self, floats, rest, dout):
         """Functions without arguments by direction."""
@@ -184,7 +181,9 @@ def compiled(names, calls, threads):
                 for name in able
             }
             found.append((works, pool.submit(ready, Reference, case)))
-        return [({name: work.result() for name, work in works.items()}, reference.result()) for works, reference in found]
+        return [
+            ({name: work.result() for name, work in works.items()}, reference.result()) for works, reference in found
+        ]
 
 
 # Measuring
@@ -216,7 +215,9 @@ def measured(name, works, reference, names, rounds):
             rows[implementation]["note"] = "; ".join(work.notes) or None
             calls[implementation] = work.calls(*arrays)
             runners |= {(implementation, d): call for d, call in calls[implementation].items()}
-    for (implementation, direction), times in child.timing().time_bursts(runners, rounds=rounds, seconds=SECONDS).items():
+    for (implementation, direction), times in (
+        child.timing().time_bursts(runners, rounds=rounds, seconds=SECONDS).items()
+    ):
         with noted(rows[implementation], direction):
             rows[implementation][f"{direction}_ms"] = round(times.best * 1e3, 4)
             rows[implementation][f"{direction}_ms_median"] = round(times.median * 1e3, 4)
@@ -257,26 +258,17 @@ def noted(row, where=None):
         row["note"] = "; ".join(filter(None, (row.get("note"), said)))
 
 
-def best_peer(row, direction):
-    """The fastest other implementation of a call and its milliseconds, or None."""
-    times = {
-        name: one[f"{direction}_ms"]
-        for name, one in row["implementations"].items()
-        if name != OURS and f"{direction}_ms" in one
-    }
-    return min(times.items(), key=lambda pair: pair[1]) if times else None
-
-
 def progress(row):
     ours, said = row["implementations"][OURS], []
     for direction in DIRECTIONS:
-        peer, ms = best_peer(row, direction), ours.get(f"{direction}_ms")
-        ahead = f" ({peer[1] / ms:.2f} × {peer[0]})" if peer and ms else ""
-        said.append(f"{direction} {ms if ms else '—'} ms{ahead}")
+        ratio = speed(row, direction)
+        ahead = f" ({ratio:.2f} × {best_peer(row, direction)[0]})" if ratio else ""
+        said.append(f"{direction} {ours.get(f'{direction}_ms', '—')} ms{ahead}")
     if "error" in ours:
         said.append(f"error {max(ours['error'].values()):.1e}")
     said += [f"{d} {one['platform']}" for d, one in row.get("ran", {}).items()]
     said += ["bits differ"] if ours.get("repeats") is False else []
+    said += [f"{name}: wrong: {one['error']}" for name, one in row["implementations"].items() if wrong(one, "both")]
     said += [f"{name}: {one['note'][:90]}" for name, one in row["implementations"].items() if "note" in one]
     return "  ".join(said)
 
