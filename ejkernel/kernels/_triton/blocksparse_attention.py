@@ -6,6 +6,7 @@ are of no power of two, a tile may end early; then every step is masked.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._triton import flash_blocks
-from ejkernel.kernels._triton.flash_attention import FlashOperands, Walks, run_backward, run_forward
+from ejkernel.kernels._triton.flash_attention import WIDEST_PAIR, FlashOperands, Walks, run_backward, run_forward
 from ejkernel.kernels._triton.flash_blocks import READ_BACKWARD, READ_FORWARD, SMALLEST_SIDE
 from ejkernel.kernels._triton.registering import register
 from ejkernel.kernels.common.block_lists import Blocks, transposed
@@ -163,8 +164,16 @@ class TritonBlockSparseAttention:
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Tiles of flash attention, as far as the mask's blocks hold them."""
-        params = flash_blocks.default(shapes, ListedSpec.of(spec), device, direction)
-        return _effective(params, spec, device)
+        wanted = flash_blocks.default(shapes, ListedSpec.of(spec), device, direction)
+        used = _effective(wanted, spec, device)
+        if flash_blocks.widest(shapes) <= WIDEST_PAIR:
+            if direction == "forward":
+                fewer = max(4, wanted.num_warps * used.q_blocksize // wanted.q_blocksize)
+                used = dataclasses.replace(used, num_warps=fewer)
+        elif direction == "backward" and used.blocksize_m < wanted.blocksize_m:
+            # The kernel for fewer queries has half as many warps, whose registers hold no 64 of such rows.
+            used = dataclasses.replace(used, blocksize_m=min(used.blocksize_m, 32))
+        return used
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
