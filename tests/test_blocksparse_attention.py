@@ -140,13 +140,12 @@ def check(subject, case, arrays):
         assert_close(grad, expected[name], "float32", gradient=True, what=name)
 
 
+@slow
 @each_implementation
 @pytest.mark.parametrize(
-    ("blocks", "tiles"),
-    [((64, 32), (16, 16)), pytest.param((32, 64), (32, 16), marks=slow), pytest.param((48, 40), (64, 64), marks=slow)],
-    ids=str,
+    ("blocks", "tiles"), [((64, 32), (16, 16)), ((32, 64), (32, 16)), ((48, 40), (64, 64))], ids=str
 )
-@pytest.mark.parametrize("mask_heads", [pytest.param(0, marks=slow), 1])
+@pytest.mark.parametrize("mask_heads", [0, 1])
 def test_several_tiles_a_block(subject, blocks, tiles, mask_heads):
     """Blocks that are several tiles of a kernel's, and blocks that end within one."""
     case = example(
@@ -239,7 +238,7 @@ def test_garbage_in_hidden_blocks_never_shows(subject, garbage, traced):
 
 
 @each_implementation
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("sinks", [False, pytest.param(True, marks=slow)])
 def test_garbage_in_rows_that_see_nothing_never_shows(subject, sinks):
     """Neither that of a block that has no list, nor that of rows whose window misses what their block lists."""
     q, k, v = inputs(60)

@@ -164,12 +164,16 @@ class TritonBlockSparseAttention:
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Tiles of flash attention, as far as the mask's blocks hold them."""
+        if device.vendor == "nvidia" and device.capability // 10 == 10:
+            # A list takes registers: Blackwell's larger tiles would spill.
+            device = dataclasses.replace(device, capability=90)
         wanted = flash_blocks.default(shapes, ListedSpec.of(spec), device, direction)
         used = _effective(wanted, spec, device)
         if flash_blocks.widest(shapes) <= WIDEST_PAIR:
-            if direction == "forward":
-                fewer = max(4, wanted.num_warps * used.q_blocksize // wanted.q_blocksize)
-                used = dataclasses.replace(used, num_warps=fewer)
+            # Warps share the rows of what a program owns.
+            own = "q_blocksize" if direction == "forward" else "kv_blocksize"
+            fewer = max(4, wanted.num_warps * getattr(used, own) // getattr(wanted, own))
+            used = dataclasses.replace(used, num_warps=min(fewer, wanted.num_warps))
         elif direction == "backward" and used.blocksize_m < wanted.blocksize_m:
             # The kernel for fewer queries has half as many warps, whose registers hold no 64 of such rows.
             used = dataclasses.replace(used, blocksize_m=min(used.blocksize_m, 32))

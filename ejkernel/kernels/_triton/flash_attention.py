@@ -20,7 +20,7 @@ from jax import Array
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._triton import decoding
-from ejkernel.kernels._triton.call import call, on_nvidia
+from ejkernel.kernels._triton.call import call, on_nvidia, product_precision
 from ejkernel.kernels._triton.flash_blocks import (
     READ_BACKWARD,
     READ_FORWARD,
@@ -363,7 +363,7 @@ class FlashOperands:
             keep=1 / (1 - spec.dropout_prob),
             full=full,
             partial=partial,
-            precision="ieee" if self.query.dtype == jnp.float32 else "tf32",
+            precision=product_precision(self.query.dtype, self.device),
             fast_tanh=spec.logits_soft_cap is not None and self.query.dtype != jnp.float32 and on_nvidia(self.device),
             **more,
         )
