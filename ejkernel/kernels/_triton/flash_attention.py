@@ -213,6 +213,8 @@ def _query_gradient(operands, arrays, spec, params: BwdParams, residuals, device
 
 def _launch_of_queries(p: FlashOperands, params: BwdParams) -> dict[str, int]:
     """Warps and stages of the kernel for a block of queries, from its blocks: ``params`` has those of a block of keys."""
+    if product_precision(p.query.dtype, p.device) == "tf32x3":
+        return {"num_warps": params.num_warps, "num_stages": params.num_stages}
     wide = max(padded(p.query.shape[3]), padded(p.value_dim)) > WIDEST_PAIR
     stages = (1 if p.bn >= 64 else 2) if wide else 3
     warps = 8 if p.bm >= 128 and p.query.shape[3] > 64 else 4

@@ -105,22 +105,18 @@ QUERIES: dict[str, dict[int, Tiles]] = {
         256: ((32, 16), (32, 16), (16, 16), (16, 16)),
     },
 }
-# In float32 on NVIDIA's chips, by padded head dim: for calls with masks known beforehand, and for others. Operands of the
-# tensor cores are held twice, as upper and lower halves.
-FLOAT32_FORWARD: dict[int, Tiles] = {
-    64: ((64, 32, 4, 1), (16, 32, 4, 1)),
-    128: ((16, 32, 8, 1), (16, 16, 8, 1)),
-    256: ((16, 16, 8, 1), (16, 16, 8, 1)),
+# In float32 on NVIDIA's chips, by padded head dim: forward, a block of keys, a block of queries, which has as many warps and
+# stages as that of keys; for calls with masks known beforehand, and for others. Operands of the tensor cores are held
+# twice, as upper and lower halves.
+FLOAT32: dict[int, tuple[Tiles, Tiles, Tiles]] = {
+    64: (((32, 32, 4, 1), (16, 32, 4, 1)), ((32, 32, 8, 1), (16, 16, 4, 1)), ((32, 32), (16, 16))),
+    128: (((16, 32, 8, 1), (16, 32, 8, 1)), ((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 32), (16, 16))),
+    256: (((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 16, 16, 1), (16, 16, 16, 1)), ((16, 16), (16, 16))),
 }
-FLOAT32_KEYS: dict[int, Tiles] = {
-    64: ((32, 32, 4, 1), (16, 16, 4, 1)),
-    128: ((16, 16, 4, 1), (16, 16, 8, 1)),
-    256: ((16, 16, 16, 1), (16, 16, 16, 1)),
-}
-FLOAT32_QUERIES: dict[int, Tiles] = {
-    64: ((64, 16), (16, 16)),
-    128: ((16, 32), (16, 16)),
-    256: ((16, 16), (16, 16)),
+# Hopper's tensor cores read operands from shared memory, which leaves registers for larger tiles.
+FLOAT32_ON_HOPPER: dict[int, tuple[Tiles, Tiles, Tiles]] = {
+    **FLOAT32,
+    64: (((128, 64, 8, 2), (16, 32, 4, 1)), ((32, 32, 4, 1), (16, 16, 4, 1)), ((64, 32), (16, 16))),
 }
 # Worth trying on Hopper beside the defaults; some spill a few registers and are fastest all the same.
 FLOAT32_HOPPER_FORWARD = {
@@ -212,10 +208,9 @@ def default(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> F
 def _in_float32(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
     """Products keep their operands in registers: small tiles."""
     if device.vendor == "nvidia":
-        width, load = widest(shapes), min(1, _load(shapes, spec))
-        if direction == "forward":
-            return _forward_params(FLOAT32_FORWARD[width][load])
-        return _backward_params(FLOAT32_KEYS[width][load], FLOAT32_QUERIES[width][load])
+        tables = FLOAT32_ON_HOPPER if _generation(device) == "hopper" else FLOAT32
+        forward, keys, queries = (tiles[min(1, _load(shapes, spec))] for tiles in tables[widest(shapes)])
+        return _forward_params(forward) if direction == "forward" else _backward_params(keys, queries)
     side = 32 if widest(shapes) == 64 and not _load(shapes, spec) else 16
     if direction == "forward":
         return _forward_params((side, side, 8, 1))
