@@ -19,6 +19,7 @@ from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.registry import Implementation
 from ejkernel.contracts.support import Backend, Platform
+from ejkernel.kernels.common.block_lists import Blocks, list_blocks
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
@@ -109,22 +110,6 @@ def _window(causal: Any, sliding_window: Any, longest: int) -> Window:
     return effective_window(_check.window("sliding_window", given), _check.flag("causal", causal), longest)
 
 
-class Blocks(NamedTuple):
-    """The blocks that a mask keeps and that causality and the window leave something of.
-
-    Attributes:
-        start: int32 ``[B|1, H|1, nq]``, where the list of each block of queries begins in ``index``.
-        full: how many of them are wholly visible and need no mask; they come first.
-        count: how many there are.
-        index: int32 ``[B|1, length]``, blocks of keys; what follows the last list is not to be read.
-    """
-
-    start: Any
-    full: Any
-    count: Any
-    index: Any
-
-
 class Listed(NamedTuple):
     """A mask that had values when the call was made, and its blocks."""
 
@@ -202,12 +187,7 @@ def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
 
 def _list_on_device(mask: Array, grid: _Grid, window: Window) -> Blocks:
     """A list that has room for every block."""
-    kept, full = grid.visibility(mask, window)
-    batch, heads, nq, nk = kept.shape
-    order = jnp.argsort(jnp.where(kept & full, 0, jnp.where(kept, 1, 2)), axis=-1, stable=True).astype(jnp.int32)
-    start = jnp.arange(heads * nq, dtype=jnp.int32).reshape(1, heads, nq) * nk
-    counts = ((kept & full).sum(-1, dtype=jnp.int32), kept.sum(-1, dtype=jnp.int32))
-    return Blocks(jnp.broadcast_to(start, (batch, heads, nq)), *counts, order.reshape(batch, -1))
+    return list_blocks(*grid.visibility(mask, window))
 
 
 def _check_grid(query: Any, key: Any, value: Any, mask: Any, block_size: Any) -> _Grid:
