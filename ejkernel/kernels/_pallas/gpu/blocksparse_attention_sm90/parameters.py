@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ejkernel.contracts.params import FwdParams
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import forward_effective, forward_space
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CHUNK
+from ejkernel.contracts.params import BwdParams, FwdParams
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
+    backward_effective,
+    forward_effective,
+    forward_space,
+)
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CHUNK, ROWS
 
 # Two consumers: more have more rows of the mask, and compute what only one of them sees. As many slots as there is room for.
 DEFAULT = FwdParams(q_blocksize=128, kv_blocksize=128, num_warps=8, num_stages=4)
@@ -38,6 +42,22 @@ def effective(shapes: dict[str, Any], spec: Any, params: FwdParams) -> FwdParams
     step = next(x for x in range(tile.kv_blocksize, 0, -CHUNK) if size % x == 0)
     # Shorter steps leave room for more slots.
     return forward_effective(dataclasses.replace(params, kv_blocksize=step), *dims)
+
+
+def backward_dims(dim: int, value_dim: int) -> tuple[int, int]:
+    """The head dims that the backward runs with: its kernel has 64 and 128, and others are padded.
+
+    Example:
+        >>> backward_dims(96, 32), backward_dims(64, 128)
+        ((128, 64), (128, 128))
+    """
+    dim, value_dim = (-(-x // ROWS) * ROWS for x in (dim, value_dim))
+    return max(dim, value_dim), value_dim
+
+
+def backward_tile(shapes: dict[str, Any]) -> BwdParams:
+    """The tile of the backward, which has one, whatever is asked for."""
+    return backward_effective(*backward_dims(*_head_dims(shapes)))
 
 
 def _head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
