@@ -392,7 +392,7 @@ def test_steps_with_padding_are_known(step):
     """A step that is not known for it is copied whole, and its NaN with it; one that is waits for its copy."""
     flags = np.random.default_rng(0).random((3, 333)) < 0.02
     flags[1] = False
-    told = np.asarray(mosaic._any_in_step(jnp.asarray(flags, jnp.int32), step))
+    told = np.asarray(mosaic.any_in_step(jnp.asarray(flags, jnp.int32), step))
     assert told.shape == (3, 42)
     expected = [[flags[b, 8 * i : 8 * i + step].any() for i in range(42)] for b in range(3)]
     np.testing.assert_array_equal(told > 0, expected)

@@ -139,6 +139,11 @@ class _Grid(NamedTuple):
     sizes: tuple[int, int]
     parts: tuple[int, int]
 
+    @property
+    def uneven(self) -> bool:
+        """Whether an axis has several blocks that are no multiples of 64 positions, the rows of a GPU's products."""
+        return any(size < length and size % 64 > 0 for length, size in zip(self.lengths, self.sizes, strict=True))
+
     def visibility(self, mask: Any, window: Window) -> tuple[Any, Any]:
         """Of the kernels' blocks: which are kept and may hold visible pairs, ``[B|1, H|1, nq, nk]``; which hold no others."""
         (q_len, kv_len), (q_size, kv_size) = self.lengths, self.sizes
@@ -231,6 +236,7 @@ class BlockSparseAttention(Operation):
         "value_dim": "values of another head dim than the keys",
         "cross": "queries and keys of different lengths",
         "head_masks": "a mask of its own for each head",
+        "uneven_blocks": "several blocks that are no multiples of 64 positions",
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key", "value", "softmax_aux")
@@ -270,6 +276,7 @@ class BlockSparseAttention(Operation):
             "value_dim": (head_dim != value_dim, f"value head dim {value_dim} beside {head_dim}"),
             "cross": (q_len != kv_len, f"query length {q_len} beside key length {kv_len}"),
             "head_masks": (mask.ndim > 2, f"a mask of shape {list(mask.shape)}"),
+            "uneven_blocks": (grid.uneven, f"blocks of {' × '.join(map(str, grid.sizes))}"),
             "lse": (a["return_lse"], "return_lse"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
@@ -292,7 +299,7 @@ class BlockSparseAttention(Operation):
                 ("kv_len", power_of_two(kv_len)),
                 ("listed_len", _room(mask)),
                 ("window", window_words(spec.window)),
-                ("features", " ".join(sorted(features.keys() - {"lse"}))),
+                ("features", " ".join(sorted(features.keys() - {"lse", "uneven_blocks"}))),
             ),
         )
 

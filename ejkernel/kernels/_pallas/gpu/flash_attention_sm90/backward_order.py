@@ -6,10 +6,14 @@ whether the second-level cache still holds what they add to.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import modulo
+
+if TYPE_CHECKING:
+    from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 
 # Bytes that the CTAs that run at the same time should read and write, to find them in the second-level cache.
 CACHE = 40 * 2**20
@@ -43,7 +47,7 @@ def head_parts(dim: int, group: int, window: tuple[int | None, int | None], q_le
 
 
 def blocks_per_round(c: BackwardConfig, blocks: int) -> int:
-    """Blocks of a round: all, where queries ascend; one, where all loops have the same length; else some.
+    """Blocks of a round: all, where queries ascend; one, where all loops have the same length, or any; else some.
 
     Blocks that start together start at the same queries, and each waits until those before it have added to them: soon
     they follow each other at a distance. The first of a round has the shortest loop, so they end in the same order, at
@@ -53,7 +57,7 @@ def blocks_per_round(c: BackwardConfig, blocks: int) -> int:
     """
     if c.ascending:
         return blocks
-    return max(1, ROUND // c.group) if c.right is not None and c.left is None else 1
+    return max(1, ROUND // c.group) if c.right is not None and c.left is None and not c.listed else 1
 
 
 def started(nth, size: int, blocks: int):

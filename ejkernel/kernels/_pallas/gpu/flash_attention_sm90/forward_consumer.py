@@ -102,7 +102,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
 
     # The upper bound of a static mask is known for every row: each warpgroup has its own and leaves out what only
     # others see.
-    own_end = c.tail and c.right is not None and not (c.packed or c.segments)
+    own_end = block.consecutive and c.tail and c.right is not None and not (c.packed or c.segments)
 
     def steps_before(part):
         if not own_end or part < 2 or (part == 2 and not c.full):

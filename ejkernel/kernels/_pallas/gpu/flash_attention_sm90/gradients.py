@@ -56,17 +56,9 @@ def backward(
     """
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
-    rows, keys = (-(-x.shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for x in (query, key))
-    # A row that sees nothing, or lies past the end, weighs nothing.
-    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
-    if in_one:
-        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
-    else:
-        by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
-    inputs = [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)]
-    optional = mask_vectors(arrays, rows, keys)
+    inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
     of_kernels = wanted - {"softmax_aux"}
     grads = {}
     if of_kernels and in_one:
@@ -81,6 +73,19 @@ def backward(
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}
+
+
+def kernel_inputs(arrays: dict[str, Array], dout: Array, lse: Array, slope: Array, in_one: bool):
+    """What the kernels read of tensors and rows, and the arrays that masks read; ``in_one``: for the single kernel."""
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    rows, keys = (-(-x.shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for x in (query, key))
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    if in_one:
+        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
+    else:
+        by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
+    return [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)], mask_vectors(arrays, rows, keys)
 
 
 def weight_exponent(dtype: Any) -> int:
