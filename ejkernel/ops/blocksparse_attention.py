@@ -23,6 +23,7 @@ from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
     Window,
+    attention_axes,
     effective_window,
     joined_sinks,
     nbytes,
@@ -255,6 +256,8 @@ class BlockSparseAttention(Operation):
     }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"blocks", "softmax_aux"})
+    # Lists that differ between heads make a loop over heads, for which the compiler gathers them.
+    self_partitioning = False
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, and a mask that has values gets its list of blocks."""
@@ -328,6 +331,11 @@ class BlockSparseAttention(Operation):
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
         return arrays
+
+    def axes(self, arrays: dict[str, Any], spec: BlockSparseSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch and heads; the heads share one list of blocks, and each knows where its own begin."""
+        named, results = attention_axes()
+        return {**named, "blocks": Blocks("b kg", "b kg", "b kg", "b")}, results
 
     def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
         """A plain function gets the mask itself."""

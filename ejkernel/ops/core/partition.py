@@ -1,0 +1,173 @@
+"""Calls spread over a mesh by ``jit`` alone: each device runs the kernel on its own part of the arrays.
+
+The compiler cannot look into a kernel, and would gather what it reads. An operation says along which axes of its prepared
+arrays parts are independent, or add up (``Operation.axes``); that is enough to partition any kernel of it, in both
+directions. ``jax.experimental.custom_partitioning`` takes it from here, for Shardy and for GSPMD.
+
+An axis is named by letters, ``"b . kg ."``: a batch, an axis that stays whole, heads made of key heads and the query heads
+of each, another whole one. A result that lacks a letter which some argument has is the sum over it: that is how gradients
+of shared arrays get theirs. An axis of size 1 where others have more is broadcast, and lacks the letters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Words = tuple[str, ...]
+WHOLE = "."
+
+
+def words(names: Any, arrays: Any) -> list[Words]:
+    """Of each array in a tree the letters of each axis, from a tree of ``"b . kg ."``, which may end above the arrays."""
+    leaves = jax.tree.leaves(jax.tree.broadcast(names, arrays))
+    return [(*text.split(), *[WHOLE] * x.ndim)[: x.ndim] for text, x in zip(leaves, jax.tree.leaves(arrays), strict=True)]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a call, flat: the letters of every axis of every argument and result, and how long each letter's is."""
+
+    arguments: tuple[Words, ...]
+    results: tuple[Words, ...]
+    sizes: dict[str, int] = field(hash=False)
+
+    @classmethod
+    def of(cls, arguments: Sequence[Words], results: Sequence[Words], given: Sequence[Any], made: Sequence[Any]) -> Axes:
+        """From the axes as they are declared, and arrays."""
+        sizes: dict[str, int] = {}
+        pairs = [(word, size) for names, x in zip(arguments, given, strict=True) for word, size in zip(names, x.shape, strict=True)]
+        for word, size in sorted(pairs, key=lambda pair: len(pair[0])):
+            if word != WHOLE:
+                # Of two letters the first is known: key heads have an array of their own.
+                own = word[-1]
+                sizes[own] = max(sizes.get(own, 1), size // math.prod(sizes[letter] for letter in word[:-1]))
+
+        def named(names: Words, shape: tuple[int, ...]) -> Words:
+            return tuple(_spreadable(word, sizes) if size > 1 else WHOLE for word, size in zip(names, shape, strict=True))
+
+        return cls(
+            tuple(named(names, x.shape) for names, x in zip(arguments, given, strict=True)),
+            tuple(named(names, x.shape) for names, x in zip(results, made, strict=True)),
+            sizes,
+        )
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Shardy's: a whole axis is a factor of its own that must be replicated, and so are all letters of a word but the first."""
+        factors = {word for names in (*self.arguments, *self.results) for word in names}
+        # In the order of their first use, as Shardy wants them.
+        replicated: dict[str, None] = {}
+
+        def one(word: str) -> str:
+            if word == WHOLE:
+                word = f"whole{len(replicated)}"
+                replicated[word] = None
+                return word
+            replicated.update(dict.fromkeys(word[1:]))
+            return word if len(word) == 1 else f"({' '.join(word)})"
+
+        sides = [", ".join(" ".join(map(one, names)) for names in side) for side in (self.arguments, self.results)]
+        only_in_words = {letter for word in factors for letter in word if len(word) > 1} - factors
+        sizes = {letter: self.sizes[letter] for letter in only_in_words}
+        return " -> ".join(sides), {"need_replication_factors": tuple(replicated), **sizes}
+
+    def assign(self, mesh: Mesh, specs: Sequence[tuple[Words, Any]]) -> Assignment:
+        """Which mesh axes each letter is spread over, from partition specs of arrays; the first that says so decides."""
+        found: dict[str, tuple[str, ...]] = {}
+        left: dict[str, int] = {}
+        for names, spec in specs:
+            for word, entry in zip(names, (*spec, *[None] * len(names)), strict=False):
+                letter = word[0]
+                asked = () if entry is None else (entry if isinstance(entry, tuple) else (entry,))
+                taken = {axis for axes in found.values() for axis in axes}
+                if word == WHOLE or letter in found or not asked or taken & set(asked):
+                    continue
+                fitting = [asked[:n] for n in range(1, len(asked) + 1) if not self.sizes[letter] % _count(mesh, asked[:n])]
+                if fitting:
+                    found[letter] = fitting[-1]
+                if not fitting or fitting[-1] != asked:
+                    left[letter] = _count(mesh, asked)
+        return Assignment(mesh, found, {letter: n for letter, n in left.items() if letter not in found})
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The mesh axes that each letter is spread over. ``left``: letters that do not divide by the devices they came on."""
+
+    mesh: Mesh
+    axes: Mapping[str, tuple[str, ...]]
+    left: Mapping[str, int]
+
+    def sharding(self, names: Words) -> NamedSharding:
+        """Of an array."""
+        return NamedSharding(self.mesh, PartitionSpec(*(self.axes.get(word[0]) for word in names)))
+
+    def missing(self, names: Words) -> tuple[str, ...]:
+        """The mesh axes over which parts of an array without these letters add up."""
+        present = {word[0] for word in names}
+        return tuple(axis for letter, axes in self.axes.items() if letter not in present for axis in axes)
+
+
+def _spreadable(word: str, sizes: dict[str, int]) -> str:
+    """Without letters of size 1: of a single key head, the query heads can be spread."""
+    kept = "".join(letter for letter in word if letter == WHOLE or sizes[letter] > 1)
+    return kept or WHOLE
+
+
+def _count(mesh: Mesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, result_names: Any) -> Any:
+    """``run(arguments)``, which over several devices becomes ``local(arguments, index)`` on each one's part of them.
+
+    ``names`` are the arguments' axes, ``result_names`` those of the result; ``index(letter)`` is which part of an axis a
+    device has.
+    """
+    flat, tree = jax.tree.flatten(arguments)
+    # Its own jit, for custom_partitioning takes no function with constants.
+    whole = jax.jit(lambda *flat: run(tree.unflatten(flat)))
+    result = jax.eval_shape(whole, *flat)
+    axes = Axes.of(words(names, arguments), words(result_names, result), flat, jax.tree.leaves(result))
+
+    def spread(mesh: Mesh, *sides: tuple[Sequence[Words], Sequence[Any]]) -> Assignment:
+        specs = [(names, _spec(x)) for side, shapes in sides for names, x in zip(side, shapes, strict=True)]
+        return axes.assign(mesh, specs)
+
+    def infer(mesh, given, made):
+        found = spread(mesh, (axes.arguments, given))
+        return jax.tree.unflatten(jax.tree.structure(made), [found.sharding(names) for names in axes.results])
+
+    def partition(mesh, given, made):
+        found = spread(mesh, (axes.arguments, given), (axes.results, jax.tree.leaves(made)))
+
+        def index(letter: str) -> Any:
+            own = found.axes.get(letter, ())
+            return jax.lax.axis_index(own) if own else jnp.int32(0)
+
+        def lowered(*flat):
+            results, out_tree = jax.tree.flatten(local(tree.unflatten(flat), index))
+            summed = [
+                jax.lax.psum(x, missing) if (missing := found.missing(names)) else x
+                for x, names in zip(results, axes.results, strict=True)
+            ]
+            return out_tree.unflatten(summed)
+
+        shardings = jax.tree.unflatten(jax.tree.structure(made), [found.sharding(names) for names in axes.results])
+        return mesh, lowered, shardings, tuple(found.sharding(names) for names in axes.arguments)
+
+    call = custom_partitioning(whole)
+    call.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=lambda *_: axes.rule())
+    return call(*flat)
+
+
+def _spec(shape: Any) -> PartitionSpec | tuple:
+    """How an array is partitioned; nothing where no axis of a mesh says so."""
+    return getattr(shape.sharding, "spec", ())

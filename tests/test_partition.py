@@ -1,0 +1,187 @@
+"""Kernels that the compiler cannot look into, over several devices by jit alone: each device runs its own part.
+
+What stands for them on a CPU reverses every axis of its arrays twice, which the compiler can only do across devices where
+an axis is spread over them. It is registered for these tests alone; interpreters' callbacks cannot be partitioned.
+"""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from examples import all_examples, assert_trees_close, cotangents_like
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tolerances import assert_close
+
+from ejkernel import Backend, Platform, Support, explain, flash_attention, kernel_registry
+from ejkernel.kernels.common import dropout
+from ejkernel.ops.core import run
+
+
+def turned(tree):
+    """The same, by a way that crosses devices where an axis is spread over them."""
+    return jax.tree.map(lambda x: jnp.flip(jax.lax.optimization_barrier(jnp.flip(x))), tree)
+
+
+class Dense:
+    """Flash attention's contract by a matrix of all logits."""
+
+    name = "dense"
+
+    def __init__(self):
+        self.seen = []
+
+    def forward(self, arrays, spec, params):
+        self.seen.append(jax.tree.map(jnp.shape, arrays))
+        return self.attend(turned(arrays), spec)
+
+    def backward(self, arrays, spec, params, out, lse, dout, dlse, wanted):
+        arrays, cotangents = turned(arrays), turned((dout, dlse))
+        floats = {name: arrays[name] for name in wanted}
+        return jax.vjp(lambda floats: self.attend({**arrays, **floats}, spec), floats)[1](cotangents)[0]
+
+    def attend(self, a, spec):
+        query, key, value = a["query"], a["key"], a["value"]
+        batch, q_len, heads, _ = query.shape
+        group = heads // key.shape[2]
+        key, value = (jnp.repeat(x, group, 2) for x in (key, value))
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * spec.softmax_scale + a.get("bias", 0.0)
+        seen = jnp.tril(jnp.ones(logits.shape[2:], bool)) if spec.causal else True
+        seen &= a.get("attention_mask", True)
+        if "q_segment_ids" in a:
+            seen &= (a["q_segment_ids"][:, None, :, None] == a["kv_segment_ids"][:, None, None]) & (
+                a["q_segment_ids"][:, None, :, None] > 0
+            )
+        sinks = jnp.broadcast_to(a["softmax_aux"][:, :, None, None], (batch, heads, q_len, 1))
+        lse = jax.nn.logsumexp(jnp.concatenate([jnp.where(seen, logits, -jnp.inf), sinks], -1), -1)
+        weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits, 0) - lse[..., None]), 0)
+        if spec.dropout_prob:
+            index = [jnp.arange(n) for n in weights.shape[1:]]
+            rows = dropout.row_keys(a["dropout_key"][:, None, None], index[0][:, None], index[1])
+            kept = dropout.keep(rows[..., None], index[2], spec.dropout_prob)
+            weights = jnp.where(kept, weights / (1 - spec.dropout_prob), 0)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value), lse
+
+
+class Reversing:
+    """An XLA kernel behind reversals."""
+
+    name = "reversing"
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def forward(self, arrays, spec, params):
+        return self.kernel.forward(turned(arrays), spec, params)
+
+    def backward(self, arrays, spec, params, *rest, wanted):
+        return self.kernel.backward(turned(arrays), spec, params, *turned(rest), wanted=wanted)
+
+
+@contextlib.contextmanager
+def registered(operation, kernel):
+    kernel_registry.register(operation, Platform.PALLAS, Backend.CPU, support=Support.everything())(kernel)
+    try:
+        yield kernel
+    finally:
+        kernel_registry.unregister(kernel)
+
+
+@pytest.fixture
+def dense():
+    with registered("flash_attention", Dense()) as kernel:
+        yield kernel
+
+
+def mesh_of(*sizes, kind=AxisType.Auto):
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, ("data", "model")[: len(sizes)], axis_types=(kind,) * len(sizes), devices=devices)
+
+
+def spread_over(mesh, arrays, specs):
+    """Arrays laid out by specs, those left out on every device."""
+    return {
+        name: jax.tree.map(lambda x, name=name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))), tree)
+        for name, tree in arrays.items()
+    }
+
+
+def moved(compiled):
+    """The collectives of a program by which arrays go from device to device; sums are none."""
+    kinds = "all-gather|all-to-all|collective-permute|reduce-scatter"
+    return {f"{kind} {shape}" for shape, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text())}
+
+
+def both_ways(call, arrays, differentiable):
+    """The result and the gradients, for random cotangents."""
+    out, pull = jax.vjp(lambda floats: call(**{**arrays, **floats}), {n: arrays[n] for n in differentiable})
+    return out, pull(cotangents_like(out))[0]
+
+
+# Batch, heads and key heads over a mesh
+
+SMALL = {"batch": 4, "q_len": 5, "kv_len": 5, "head_dim": 8, "value_dim": 8}
+EVERYTHING = frozenset({"causal", "segments", "sinks", "bias", "mask"})
+BIASES = {0: P("data", "model"), 1: P("model"), 2: P(), 3: P("data"), 4: P(None, "model"), 5: P()}
+MASKS = {0: P("data", "model"), 1: P("data"), 2: P("data"), 3: P(None, "model"), 4: P("data"), 5: P("data", "model")}
+HEADS = P("data", None, "model")
+
+
+def flash_specs(variant=0):
+    return {
+        **dict.fromkeys(("query", "key", "value"), HEADS),
+        **dict.fromkeys(("q_segment_ids", "kv_segment_ids"), P("data")),
+        "bias": BIASES[variant],
+        "attention_mask": MASKS[variant],
+    }
+
+
+def flash(arrays, statics):
+    """The result and every gradient, with random cotangents."""
+    floats = [name for name in ("query", "key", "value", "bias", "softmax_aux") if name in arrays]
+
+    def call(**arrays):
+        return flash_attention(**arrays, **statics, return_lse=True, platform="pallas")
+
+    return both_ways(call, arrays, floats)
+
+
+def check_flash(found, arrays, statics):
+    (out, lse), grads = found
+    dout, dlse = cotangents_like((out, lse))
+    expected_out, expected_lse, expected = oracle.attention(**arrays, **statics, dout=dout, dlse=dlse)
+    assert_close(out, expected_out, "float32")
+    assert_close(lse, expected_lse, "float32")
+    for name, grad in grads.items():
+        assert_close(grad, expected[name], "float32", gradient=True, what=name)
+
+
+def spread_flash(mesh, case, specs):
+    """Checked against the oracle; the program."""
+    arrays, statics = case.make()
+    spread = spread_over(mesh, arrays, specs)
+    compiled = jax.jit(lambda arrays: flash(arrays, statics)).lower(spread).compile()
+    check_flash(compiled(spread), arrays, statics)
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("sizes", "variant"),
+    [((2, 2), 0), ((4, 2), 4), *(pytest.param((2, 2), variant, marks=pytest.mark.slow) for variant in (1, 2, 3, 5))],
+)
+def test_batch_and_heads(dense, sizes, variant):
+    """Bias and mask of every shape: what devices share gets the sum of their gradients, and nothing else is sent."""
+    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2, variant=variant)
+    assert not moved(spread_flash(mesh_of(*sizes), case, flash_specs(variant)))
+    assert dense.seen[-1]["query"] == (4 // sizes[0], 5, 8 // sizes[1], 8)
+
+
+def test_without_a_declaration_arrays_are_gathered(dense, monkeypatch):
+    """What the kernel of these tests is for."""
+    monkeypatch.setattr(run, "_to_partition", lambda *_: False)
+    assert moved(spread_flash(mesh_of(2, 2), Case("", EVERYTHING, **SMALL, kv_heads=4), flash_specs()))
