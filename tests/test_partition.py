@@ -154,6 +154,7 @@ def flash(arrays, statics):
 def check_flash(found, arrays, statics):
     (out, lse), grads = found
     dout, dlse = cotangents_like((out, lse))
+    arrays = {name: int(x) if name == "dropout_seed" else x for name, x in arrays.items()}
     expected_out, expected_lse, expected = oracle.attention(**arrays, **statics, dout=dout, dlse=dlse)
     assert_close(out, expected_out, "float32")
     assert_close(lse, expected_lse, "float32")
@@ -185,3 +186,115 @@ def test_without_a_declaration_arrays_are_gathered(dense, monkeypatch):
     """What the kernel of these tests is for."""
     monkeypatch.setattr(run, "_to_partition", lambda *_: False)
     assert moved(spread_flash(mesh_of(2, 2), Case("", EVERYTHING, **SMALL, kv_heads=4), flash_specs()))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "part"), [(2, 4, 8), (1, 8, 2), (6, 1, 6)], ids=["two", "one", "six"]
+)
+def test_key_heads_over_four_devices(dense, kv_heads, group, part):
+    """Two do not divide by four, so all heads are everywhere; of one, the query heads are spread."""
+    case = Case("", EVERYTHING, **SMALL, kv_heads=kv_heads, group=group)
+    queries = P("data", None, None if kv_heads == 6 else "model")
+    specs = {"query": queries, **dict.fromkeys(("key", "value"), P("data"))}
+    compiled = spread_flash(mesh_of(2, 4), case, specs)
+    assert bool(moved(compiled)) == (kv_heads == 2)
+    assert dense.seen[-1]["query"] == (2, 5, part, 8)
+
+
+def test_dropout_hashes_whole_heads(dense):
+    """The index of a head is the caller's, so the heads stay together."""
+    case = Case("", EVERYTHING | {"dropout"}, **SMALL, kv_heads=4)
+    spread_flash(mesh_of(2, 2), case, flash_specs())
+    assert dense.seen[-1]["query"] == (2, 5, 4, 8)
+
+
+def test_sequences_are_gathered(dense):
+    specs = {**flash_specs(), **dict.fromkeys(("query", "key", "value"), P("data", "model"))}
+    case = Case("", EVERYTHING, **{**SMALL, "q_len": 6, "kv_len": 6}, kv_heads=4)
+    assert moved(spread_flash(mesh_of(2, 2), case, specs))
+
+
+def test_by_the_older_partitioner(dense):
+    """GSPMD instead of Shardy."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
+        assert not moved(spread_flash(mesh_of(2, 2), case, flash_specs()))
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert dense.seen[-1]["query"] == (2, 5, 4, 8)
+
+
+def test_uneven(dense):
+    """Three batch entries over two devices: all of them everywhere."""
+    case = Case("", EVERYTHING, **{**SMALL, "batch": 3}, kv_heads=4, group=2)
+    arrays, statics = case.make()
+    mesh = mesh_of(2, 2)
+
+    def step(arrays):
+        arrays = {**arrays, "query": jax.lax.with_sharding_constraint(arrays["query"], NamedSharding(mesh, HEADS))}
+        return flash(arrays, statics)
+
+    check_flash(jax.jit(step)(spread_over(mesh, arrays, {})), arrays, statics)
+
+
+def test_asked_for_by_the_result(dense):
+    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
+    arrays, statics = case.make()
+    mesh = mesh_of(2, 2)
+    run = jax.jit(lambda arrays: flash(arrays, statics)[0], out_shardings=(NamedSharding(mesh, HEADS), None))
+    compiled = run.lower(spread_over(mesh, arrays, {})).compile()
+    out, lse = compiled(spread_over(mesh, arrays, {}))
+    assert_close(out, oracle.attention(**arrays, **statics)[0], "float32")
+    assert dense.seen[-1]["query"] == (2, 5, 4, 8)
+
+
+def test_vmap_remat_scan(dense):
+    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
+    arrays, statics = case.make()
+    mesh = mesh_of(2, 2)
+    def loss(q, k):
+        @jax.checkpoint
+        def layer(x, _):
+            return flash_attention(x, k, k, softmax_aux=arrays["softmax_aux"], causal=True, platform="pallas"), None
+        return (jax.lax.scan(layer, q, None, length=2)[0]**2).sum()
+    q, k = arrays["query"], arrays["key"]
+    g = jax.value_and_grad(loss, (0,1))
+    exp = g(q, k)
+    s = NamedSharding(mesh, HEADS)
+    c = jax.jit(g).lower(*map(lambda x: jax.device_put(x, s), (q, k))).compile()
+    assert_trees_close(c(*map(lambda x: jax.device_put(x, s), (q, k))), exp, "float32", gradient=True)
+    assert not moved(c), moved(c)
+    # vmap
+    q4 = jnp.stack([q, q*2]); k4 = jnp.stack([k, k*.5])
+    v = jax.vmap(g)
+    s = NamedSharding(mesh, P(None, "data", None, "model"))
+    c = jax.jit(v).lower(*map(lambda x: jax.device_put(x, s), (q4, k4))).compile()
+    assert_trees_close(c(*map(lambda x: jax.device_put(x, s), (q4, k4))), v(q4, k4), "float32", gradient=True)
+    print("VMAP", moved(c))
+    s = NamedSharding(mesh, P("data", None, None, "model"))
+    c = jax.jit(v).lower(*map(lambda x: jax.device_put(x, s), (q4, k4))).compile()
+    assert_trees_close(c(*map(lambda x: jax.device_put(x, s), (q4, k4))), v(q4, k4), "float32", gradient=True)
+    print("VMAP", moved(c))
+
+
+def test_partly_manual(dense):
+    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
+    arrays, statics = case.make()
+    mesh = mesh_of(2, 2)
+    spread = spread_over(mesh, arrays, flash_specs())
+    q, k = spread["query"], spread["key"]
+    f = lambda q, k: flash_attention(q, k, k, softmax_aux=arrays["softmax_aux"], platform="pallas")
+    out = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}))(q, k)
+    assert_close(out, f(arrays["query"], arrays["key"]), "float32")
+
+
+def test_explicit(dense):
+    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
+    arrays, statics = case.make()
+    mesh = mesh_of(2, 2, kind=AxisType.Explicit)
+    spread = spread_over(mesh, arrays, flash_specs())
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda arrays: flash(arrays, statics)).lower(spread).compile()
+        check_flash(compiled(spread), arrays, statics)
+    print(moved(compiled), dense.seen[-1]["query"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -138,7 +139,7 @@ def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, resu
     axes = Axes.of(words(names, arguments), words(result_names, result), flat, jax.tree.leaves(result))
 
     def spread(mesh: Mesh, *sides: tuple[Sequence[Words], Sequence[Any]]) -> Assignment:
-        specs = [(names, _spec(x)) for side, shapes in sides for names, x in zip(side, shapes, strict=True)]
+        specs = [(names, _spec(mesh, x)) for side, shapes in sides for names, x in zip(side, shapes, strict=True)]
         return axes.assign(mesh, specs)
 
     def infer(mesh, given, made):
@@ -164,10 +165,30 @@ def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, resu
         return mesh, lowered, shardings, tuple(found.sharding(names) for names in axes.arguments)
 
     call = custom_partitioning(whole)
-    call.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=lambda *_: axes.rule())
+    call.def_partition(
+        partition, infer_sharding_from_operands=infer, decode_shardings=False, sharding_rule=lambda *_: axes.rule()
+    )
     return call(*flat)
 
 
-def _spec(shape: Any) -> PartitionSpec | tuple:
-    """How an array is partitioned; nothing where no axis of a mesh says so."""
-    return getattr(shape.sharding, "spec", ())
+def _spec(mesh: Mesh, array: Any) -> list[tuple[str, ...] | None]:
+    """By axis of an array the mesh axes that cut it, the first the coarsest; None where it is whole.
+
+    None too where it is cut across part of a mesh axis only, as Shardy does with two key heads on an axis of four devices.
+    JAX's own way to a partition spec raises there.
+    """
+    if array.sharding is None or array.sharding.is_fully_replicated:
+        return []
+    # Of an array that any sharding divides: which part each device has.
+    rank = len(array.shape)
+    places = array.sharding.devices_indices_map((mesh.size,) * rank)
+    starts = np.array([[part.start or 0 for part in places[device]] for device in mesh.devices.flat])
+    starts = starts.reshape(*mesh.devices.shape, rank)
+    spec: list[tuple[str, ...] | None] = []
+    for first in np.moveaxis(starts, -1, 0):
+        steps = [0 if n == 1 else np.take(first, 1, axis).flat[0] - first.flat[0] for axis, n in enumerate(first.shape)]
+        cuts = np.flatnonzero(steps)
+        even = sum(steps[axis] * np.indices(first.shape)[axis] for axis in cuts)
+        cut = len(cuts) and (first == even).all()
+        spec.append(tuple(mesh.axis_names[axis] for axis in sorted(cuts, key=lambda a: -steps[a])) if cut else None)
+    return spec
