@@ -79,8 +79,8 @@ class Reversing:
     def forward(self, arrays, spec, params):
         return self.kernel.forward(turned(arrays), spec, params)
 
-    def backward(self, arrays, spec, params, *rest, wanted):
-        return self.kernel.backward(turned(arrays), spec, params, *turned(rest), wanted=wanted)
+    def backward(self, arrays, spec, params, *rest):
+        return self.kernel.backward(turned(arrays), spec, params, *turned(rest))
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def moved(compiled):
 
 def both_ways(call, arrays, differentiable):
     """The result and the gradients, for random cotangents."""
-    out, pull = jax.vjp(lambda floats: call(**{**arrays, **floats}), {n: arrays[n] for n in differentiable})
+    out, pull = jax.vjp(lambda floats: call(**{**arrays, **floats}), {n: arrays[n] for n in differentiable if n in arrays})
     return out, pull(cotangents_like(out))[0]
 
 
@@ -143,12 +143,10 @@ def flash_specs(variant=0):
 
 def flash(arrays, statics):
     """The result and every gradient, with random cotangents."""
-    floats = [name for name in ("query", "key", "value", "bias", "softmax_aux") if name in arrays]
-
     def call(**arrays):
         return flash_attention(**arrays, **statics, return_lse=True, platform="pallas")
 
-    return both_ways(call, arrays, floats)
+    return both_ways(call, arrays, ("query", "key", "value", "bias", "softmax_aux"))
 
 
 def check_flash(found, arrays, statics):
@@ -189,31 +187,29 @@ def test_without_a_declaration_arrays_are_gathered(dense, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "part"), [(2, 4, 8), (1, 8, 2), (6, 1, 6)], ids=["two", "one", "six"]
+    ("kv_heads", "group", "part"), [(2, 4, 8), (1, 8, 2)], ids=["two key heads", "one key head"]
 )
 def test_key_heads_over_four_devices(dense, kv_heads, group, part):
     """Two do not divide by four, so all heads are everywhere; of one, the query heads are spread."""
+    specs = {"query": HEADS, **dict.fromkeys(("key", "value"), P("data"))}
     case = Case("", EVERYTHING, **SMALL, kv_heads=kv_heads, group=group)
-    queries = P("data", None, None if kv_heads == 6 else "model")
-    specs = {"query": queries, **dict.fromkeys(("key", "value"), P("data"))}
-    compiled = spread_flash(mesh_of(2, 4), case, specs)
-    assert bool(moved(compiled)) == (kv_heads == 2)
+    assert bool(moved(spread_flash(mesh_of(2, 4), case, specs))) == (kv_heads == 2)
     assert dense.seen[-1]["query"] == (2, 5, part, 8)
 
 
-def test_dropout_hashes_whole_heads(dense):
-    """The index of a head is the caller's, so the heads stay together."""
-    case = Case("", EVERYTHING | {"dropout"}, **SMALL, kv_heads=4)
-    spread_flash(mesh_of(2, 2), case, flash_specs())
+def test_dropout_hashes_the_index_of_a_head_which_is_the_callers(dense):
+    spread_flash(mesh_of(2, 2), Case("", EVERYTHING | {"dropout"}, **SMALL, kv_heads=4), flash_specs())
     assert dense.seen[-1]["query"] == (2, 5, 4, 8)
 
 
+@pytest.mark.slow
 def test_sequences_are_gathered(dense):
     specs = {**flash_specs(), **dict.fromkeys(("query", "key", "value"), P("data", "model"))}
     case = Case("", EVERYTHING, **{**SMALL, "q_len": 6, "kv_len": 6}, kv_heads=4)
     assert moved(spread_flash(mesh_of(2, 2), case, specs))
 
 
+@pytest.mark.slow
 def test_by_the_older_partitioner(dense):
     """GSPMD instead of Shardy."""
     jax.config.update("jax_use_shardy_partitioner", False)
@@ -225,76 +221,141 @@ def test_by_the_older_partitioner(dense):
     assert dense.seen[-1]["query"] == (2, 5, 4, 8)
 
 
-def test_uneven(dense):
-    """Three batch entries over two devices: all of them everywhere."""
-    case = Case("", EVERYTHING, **{**SMALL, "batch": 3}, kv_heads=4, group=2)
-    arrays, statics = case.make()
+@pytest.mark.slow
+def test_three_batch_entries_over_two_devices(dense):
+    arrays, statics = Case("", EVERYTHING, **{**SMALL, "batch": 3}, kv_heads=4, group=2).make()
     mesh = mesh_of(2, 2)
 
     def step(arrays):
-        arrays = {**arrays, "query": jax.lax.with_sharding_constraint(arrays["query"], NamedSharding(mesh, HEADS))}
-        return flash(arrays, statics)
+        query = jax.lax.with_sharding_constraint(arrays["query"], NamedSharding(mesh, HEADS))
+        return flash({**arrays, "query": query}, statics)
 
     check_flash(jax.jit(step)(spread_over(mesh, arrays, {})), arrays, statics)
+    assert dense.seen[-1]["query"] == (3, 5, 4, 8)
 
 
-def test_asked_for_by_the_result(dense):
-    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
-    arrays, statics = case.make()
+@pytest.mark.slow
+def test_spread_because_the_result_is(dense):
+    arrays, statics = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2).make()
     mesh = mesh_of(2, 2)
-    run = jax.jit(lambda arrays: flash(arrays, statics)[0], out_shardings=(NamedSharding(mesh, HEADS), None))
-    compiled = run.lower(spread_over(mesh, arrays, {})).compile()
-    out, lse = compiled(spread_over(mesh, arrays, {}))
-    assert_close(out, oracle.attention(**arrays, **statics)[0], "float32")
+    step = jax.jit(lambda arrays: flash(arrays, statics)[0][0], out_shardings=NamedSharding(mesh, HEADS))
+    assert_close(step(spread_over(mesh, arrays, {})), oracle.attention(**arrays, **statics)[0], "float32")
     assert dense.seen[-1]["query"] == (2, 5, 4, 8)
 
 
-def test_vmap_remat_scan(dense):
-    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
-    arrays, statics = case.make()
-    mesh = mesh_of(2, 2)
-    def loss(q, k):
-        @jax.checkpoint
-        def layer(x, _):
-            return flash_attention(x, k, k, softmax_aux=arrays["softmax_aux"], causal=True, platform="pallas"), None
-        return (jax.lax.scan(layer, q, None, length=2)[0]**2).sum()
-    q, k = arrays["query"], arrays["key"]
-    g = jax.value_and_grad(loss, (0,1))
-    exp = g(q, k)
-    s = NamedSharding(mesh, HEADS)
-    c = jax.jit(g).lower(*map(lambda x: jax.device_put(x, s), (q, k))).compile()
-    assert_trees_close(c(*map(lambda x: jax.device_put(x, s), (q, k))), exp, "float32", gradient=True)
-    assert not moved(c), moved(c)
-    # vmap
-    q4 = jnp.stack([q, q*2]); k4 = jnp.stack([k, k*.5])
-    v = jax.vmap(g)
-    s = NamedSharding(mesh, P(None, "data", None, "model"))
-    c = jax.jit(v).lower(*map(lambda x: jax.device_put(x, s), (q4, k4))).compile()
-    assert_trees_close(c(*map(lambda x: jax.device_put(x, s), (q4, k4))), v(q4, k4), "float32", gradient=True)
-    print("VMAP", moved(c))
-    s = NamedSharding(mesh, P("data", None, None, "model"))
-    c = jax.jit(v).lower(*map(lambda x: jax.device_put(x, s), (q4, k4))).compile()
-    assert_trees_close(c(*map(lambda x: jax.device_put(x, s), (q4, k4))), v(q4, k4), "float32", gradient=True)
-    print("VMAP", moved(c))
-
-
-def test_partly_manual(dense):
-    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
-    arrays, statics = case.make()
-    mesh = mesh_of(2, 2)
-    spread = spread_over(mesh, arrays, flash_specs())
-    q, k = spread["query"], spread["key"]
-    f = lambda q, k: flash_attention(q, k, k, softmax_aux=arrays["softmax_aux"], platform="pallas")
-    out = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}))(q, k)
-    assert_close(out, f(arrays["query"], arrays["key"]), "float32")
-
-
-def test_explicit(dense):
-    case = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2)
-    arrays, statics = case.make()
+def test_on_an_explicit_mesh(dense):
+    arrays, statics = Case("", EVERYTHING, **SMALL, kv_heads=4, group=2).make()
     mesh = mesh_of(2, 2, kind=AxisType.Explicit)
     spread = spread_over(mesh, arrays, flash_specs())
     with jax.set_mesh(mesh):
         compiled = jax.jit(lambda arrays: flash(arrays, statics)).lower(spread).compile()
         check_flash(compiled(spread), arrays, statics)
-    print(moved(compiled), dense.seen[-1]["query"])
+    assert not moved(compiled)
+    assert dense.seen[-1]["query"] == (2, 5, 4, 8)
+
+
+def attend(query, key):
+    return flash_attention(query, key, key, softmax_aux=jnp.zeros(1), causal=True, platform="pallas")
+
+
+def layers(query, key):
+    """Two in a loop, their results computed again for the gradients."""
+
+    @jax.checkpoint
+    def layer(x, _):
+        return attend(x, key), None
+
+    return (jax.lax.scan(layer, query, None, length=2)[0] ** 2).sum()
+
+
+def test_in_a_loop_with_checkpoints(dense):
+    arrays, _ = Case("", **SMALL, kv_heads=4, group=2).make()
+    step = jax.jit(jax.value_and_grad(layers, (0, 1)))
+    spread = spread_over(mesh_of(2, 2), arrays, flash_specs())
+    compiled = step.lower(spread["query"], spread["key"]).compile()
+    expected = step(arrays["query"], arrays["key"])
+    assert_trees_close(compiled(spread["query"], spread["key"]), expected, "float32", gradient=True)
+    assert not moved(compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [P("data", None, None, "model"), P(None, "data", None, "model")], ids=str)
+def test_vmap(dense, spec):
+    """The examples may be spread, or the batch of each."""
+    arrays, _ = Case("", **SMALL, kv_heads=4, group=2).make()
+    examples = [jnp.stack([arrays[name], 2 * arrays[name]]) for name in ("query", "key")]
+    step = jax.jit(jax.vmap(jax.value_and_grad(layers, (0, 1))))
+    spread = [jax.device_put(x, NamedSharding(mesh_of(2, 2), spec)) for x in examples]
+    assert_trees_close(step(*spread), step(*examples), "float32", gradient=True)
+
+
+def test_inside_shard_map_over_one_of_two_axes(dense):
+    """There nothing is declared: the axes that are left over are gathered."""
+    arrays, _ = Case("", **SMALL, kv_heads=4, group=2).make()
+    mesh = mesh_of(2, 2)
+    spread = spread_over(mesh, arrays, flash_specs())
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    assert_close(jax.jit(mapped)(spread["query"], spread["key"]), attend(arrays["query"], arrays["key"]), "float32")
+
+
+# The other operations
+
+EXAMPLES = {str(example): example for example in all_examples()}
+PAGES = dict.fromkeys(("key_cache", "value_cache"), P(None, "model"))
+SPREAD = {
+    "grouped_matmul-batched": {"a": P("data"), "b": P("data", None, None, "model")},
+    "grouped_matmul-batched_transposed": {"a": P("data", "model"), "b": P("data", "model")},
+    "grouped_matmul-ragged": {"a": P("data"), "b": P(None, None, "model")},
+    "grouped_matmul-ragged_one_row_each": {"a": P("data")},
+    "mean_pooling-integer_mask": {"inputs": P("data", None, "model"), "mask": P("data")},
+    "mean_pooling-packed": {"inputs": P(None, "model")},
+    "recurrent-lstm": {"inputs": P("data"), "hidden": P("data")},
+    "recurrent-lstm_both": {"inputs": P("data"), "hidden": P(None, "data"), "lengths": P("data")},
+    "page_attention-everything": {
+        **PAGES,
+        "query": P("data", "model"),
+        **dict.fromkeys(("context_lens", "block_tables"), P("data")),
+        **dict.fromkeys(("k_scale", "v_scale", "softmax_aux"), P("model")),
+    },
+    "page_attention-chunks": {**PAGES, "query": P(None, "model")},
+    "blocksparse_attention-head_masks_gqa": dict.fromkeys(("query", "key", "value"), HEADS),
+    "blocksparse_attention-everything": {
+        **dict.fromkeys(("query", "key", "value"), HEADS),
+        **dict.fromkeys(("sparsity_mask", "q_segment_ids", "kv_segment_ids"), P("data")),
+    },
+}
+IN_SHORT = ("grouped_matmul-ragged", "mean_pooling-integer_mask", "recurrent-lstm", "page_attention-everything")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in SPREAD]
+)
+def test_other_operations(name):
+    """Both directions, over a mesh as on one device: the XLA kernel behind reversals beside itself."""
+    example, mesh = EXAMPLES[name], mesh_of(2, 2)
+    arrays = example.arrays()
+    spread = spread_over(mesh, arrays, SPREAD[name])
+    (entry,) = [e for e in kernel_registry.list_implementations(example.operation) if e.platform is Platform.XLA]
+
+    def step(platform):
+        return jax.jit(
+            lambda a: both_ways(lambda **a: example.run(a, platform=platform), a, example.differentiable)
+        )
+
+    with registered(example.operation, Reversing(entry.kernel)):
+        compiled = step("pallas").lower(spread).compile()
+    assert_trees_close(compiled(spread), step("xla")(arrays), "float32", gradient=True)
+    assert not moved(compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPREAD)
+def test_the_compiler_moves_nothing_for_xla(name):
+    """Some kernels it partitions by itself, the others are declared to it."""
+    example = EXAMPLES[name]
+    arrays = example.arrays()
+    spread = spread_over(mesh_of(2, 2), arrays, SPREAD[name])
+    step = jax.jit(lambda a: both_ways(lambda **a: example.run(a, platform="xla"), a, example.differentiable))
+    compiled = step.lower(spread).compile()
+    assert_trees_close(compiled(spread), step(arrays), "float32", gradient=True)
+    assert not moved(compiled)

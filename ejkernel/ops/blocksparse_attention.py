@@ -177,12 +177,14 @@ class BlockSparseSpec:
     """What to compute, beside the arrays; ``window`` and the rest as in ``FlashSpec``.
 
     Kernels work with the blocks of ``grid.sizes``, at most ``LARGEST_BLOCK`` positions where the mask's blocks divide.
+    ``roomy``: each list has room for all blocks, as those of a traced mask have, so that lists begin at equal distances.
     """
 
     grid: _Grid
     window: Window
     softmax_scale: float
     logits_soft_cap: float | None
+    roomy: bool
 
 
 def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
@@ -282,6 +284,7 @@ class BlockSparseAttention(Operation):
             window=_window(a["causal"], a["sliding_window"], max(q_len, kv_len)),
             softmax_scale=_check.scale(a["softmax_scale"], head_dim),
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
+            roomy=not isinstance(mask, Listed),
         )
         used = {
             "causal": (a["causal"], "causal"),
@@ -333,9 +336,17 @@ class BlockSparseAttention(Operation):
         return arrays
 
     def axes(self, arrays: dict[str, Any], spec: BlockSparseSpec) -> tuple[dict[str, Any], tuple]:
-        """Batch and heads; the heads share one list of blocks, and each knows where its own begin."""
+        """Batch and heads, and lists that have room for every block of each head."""
         named, results = attention_axes()
-        return {**named, "blocks": Blocks("b kg", "b kg", "b kg", "b")}, results
+        lists = "kgr" if spec.roomy and arrays["blocks"].start.shape[1] > 1 else "."
+        return {**named, "blocks": Blocks("b kg", "b kg", "b kg", f"b {lists}")}, results
+
+    def localise(self, arrays: dict[str, Any], spec: BlockSparseSpec, index: Any) -> dict[str, Any]:
+        """The lists of a device's first head begin where its part does."""
+        blocks = arrays["blocks"]
+        if not spec.roomy:
+            return arrays
+        return {**arrays, "blocks": blocks._replace(start=blocks.start - blocks.start[:, :1, :1])}
 
     def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
         """A plain function gets the mask itself."""

@@ -11,16 +11,18 @@ of shared arrays get theirs. An axis of size 1 where others have more is broadca
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 Words = tuple[str, ...]
 WHOLE = "."
@@ -154,12 +156,13 @@ def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, resu
             return jax.lax.axis_index(own) if own else jnp.int32(0)
 
         def lowered(*flat):
-            results, out_tree = jax.tree.flatten(local(tree.unflatten(flat), index))
-            summed = [
-                jax.lax.psum(x, missing) if (missing := found.missing(names)) else x
-                for x, names in zip(results, axes.results, strict=True)
-            ]
-            return out_tree.unflatten(summed)
+            with _untyped(flat) as flat:
+                results, out_tree = jax.tree.flatten(local(tree.unflatten(flat), index))
+                summed = [
+                    jax.lax.psum(x, missing) if (missing := found.missing(names)) else x
+                    for x, names in zip(results, axes.results, strict=True)
+                ]
+                return out_tree.unflatten(summed)
 
         shardings = jax.tree.unflatten(jax.tree.structure(made), [found.sharding(names) for names in axes.results])
         return mesh, lowered, shardings, tuple(found.sharding(names) for names in axes.arguments)
@@ -169,6 +172,18 @@ def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, resu
         partition, infer_sharding_from_operands=infer, decode_shardings=False, sharding_rule=lambda *_: axes.rule()
     )
     return call(*flat)
+
+
+@contextlib.contextmanager
+def _untyped(flat: Sequence[Array]) -> Iterator[Sequence[Array]]:
+    """Where the caller has set an explicit mesh, arrays whose types say nothing of it: a device's part is not spread."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in (mesh.axis_types or ()):
+        yield flat
+        return
+    automatic = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    with jax.sharding.use_abstract_mesh(automatic):
+        yield [jax.sharding.reshard(x, PartitionSpec()) for x in flat]
 
 
 def _spec(mesh: Mesh, array: Any) -> list[tuple[str, ...] | None]:
