@@ -206,8 +206,16 @@ def consume(ctx: Context, warpgroup):
 
 
 def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
-    """dK and dV, by way of the shared memory of the keys and values, to global memory."""
+    """dK and dV, by way of the shared memory of the keys and values, to global memory.
+
+    What other CTAs add to stays in float32, for which that has no room: registers are stored.
+    """
     c, shared = ctx.c, ctx.shared
+    if c.parts > 1:
+        own = (ctx.part, ctx.batch, pl.ds(key0, ROWS), ctx.kv_head)
+        ctx.dv.at[own][...] = dv_acc[...]
+        ctx.dk.at[own][...] = dk_acc[...]
+        return
     shared.v.at[warpgroup][...] = dv_acc[...].astype(shared.v.dtype)
     dk = (dk_acc[...] * c.scale).astype(shared.k.dtype)
     for h in range(c.dim // ROWS):

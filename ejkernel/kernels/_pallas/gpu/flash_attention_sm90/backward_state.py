@@ -23,6 +23,7 @@ class BackwardConfig(KernelConfig):
         head, tail: whether any block of keys has masked steps at first, at last.
         ascending: whether the loop runs from the first query up, and the last keys start; or the other way round.
         round: blocks of keys that start in reverse order before those that follow, see ``backward_order``.
+        parts: CTAs that share a block of keys of one head, each with ``group`` of the query heads; see ``backward_order``.
         warps: whether producer and writers are warps of one warpgroup; JAX has no such warps in its interpreter, nor
             where arrays vary over a mesh (``jax.shard_map``). There they are warpgroups.
 
@@ -36,6 +37,7 @@ class BackwardConfig(KernelConfig):
     tail: bool
     ascending: bool
     round: int = 1
+    parts: int = 1
     warps: bool = True
 
     @property
@@ -148,6 +150,7 @@ class Context(NamedTuple):
         counters: for each block of queries, how many CTAs have added to its dQ.
         nth: as which of its head's blocks of keys the CTA's starts.
         block: which block that is.
+        part: which of the CTAs that share the block this is, if several do.
         key0: its first key.
     """
 
@@ -163,12 +166,18 @@ class Context(NamedTuple):
     block: Any
     batch: Any
     kv_head: Any
+    part: Any
     key0: Any
 
     @property
     def table_batch(self):
         """The batch entry's place in tables that may be shared by all."""
         return self.batch if self.inputs.table.shape[0] > 1 else 0
+
+    @property
+    def heads(self):
+        """Which of the slices of query heads, ``group`` each, the CTA has."""
+        return self.kv_head if self.c.parts == 1 else self.kv_head * self.c.parts + self.part
 
     def loop(self, zero=0):
         """The first query, the first unmasked step, the first masked one after those, and how many steps there are.
@@ -193,6 +202,6 @@ class Context(NamedTuple):
     def place(self, t, begin, steps):
         """The head and the first query of the ``t``-th step."""
         return (
-            self.kv_head * self.c.group + lax.rem(t, jnp.int32(self.c.group)),
+            self.heads * self.c.group + lax.rem(t, jnp.int32(self.c.group)),
             begin + self.order(t, steps) * self.c.step,
         )

@@ -17,6 +17,7 @@ from jax import Array
 from ejkernel.contracts.params import BwdParams
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single_kernel
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward_wide_keys, backward_wide_queries
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import head_parts
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
@@ -105,6 +106,10 @@ def ascending(dim: int, right: int | None) -> bool:
 def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -> dict[str, Array]:
     dim, step = arrays["query"].shape[3], params.q_blocksize
     table, (head, tail), visitors, visited = _visits(arrays, spec, params.kv_blocksize, step)
+    of_call = statics(arrays, spec)
+    parts = 1
+    if not {"kv_start", "q_segment_ids"} & arrays.keys():
+        parts = head_parts(dim, of_call["group"], spec.window, arrays["query"].shape[1])
     c = BackwardConfig(
         consumers=params.num_warps // WARPS_PER_WARPGROUP,
         step=step,
@@ -112,13 +117,16 @@ def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -
         head=head,
         tail=tail,
         ascending=ascending(dim, spec.window[1]),
+        parts=parts,
         interpreted=bool(interpret),
-        **statics(arrays, spec),
+        **{**of_call, "group": of_call["group"] // parts},
     )
     dq, dk, dv = single_kernel.call(c, *inputs, table, visitors, optional, interpret=interpret)
     if interpret:
         dq = jnp.where(_by_row(visited, step, dq.shape[2]), dq, 0).sum(0)
     seen = _by_row(visited.any(1), step, dq.shape[1])
+    if parts > 1:
+        dk, dv = ((x.sum(0) * factor).astype(arrays["key"].dtype) for x, factor in ((dk, c.scale), (dv, 1.0)))
     return {"query": jnp.where(seen, dq * c.scale, 0).astype(dk.dtype), "key": dk, "value": dv}
 
 
