@@ -5,7 +5,10 @@ an axis is spread over them. It is registered for these tests alone; interpreter
 """
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +19,13 @@ from cases import Case
 from examples import all_examples, assert_trees_close, cotangents_like
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_mosaic import needs_plugin
 from tolerances import assert_close
 
 from ejkernel import Backend, Platform, Support, explain, flash_attention, kernel_registry
+from ejkernel.contracts.registry import Choice
 from ejkernel.kernels.common import dropout
-from ejkernel.ops.core import run
+from ejkernel.ops.core import partition
 
 
 def turned(tree):
@@ -73,14 +78,14 @@ class Reversing:
 
     name = "reversing"
 
-    def __init__(self, kernel):
-        self.kernel = kernel
+    def __init__(self, implementation):
+        self.implementation = implementation
 
-    def forward(self, arrays, spec, params):
-        return self.kernel.forward(turned(arrays), spec, params)
+    def forward(self, arrays, spec, params, device):
+        return Choice(self.implementation, params, "", device).forward(turned(arrays), spec)
 
-    def backward(self, arrays, spec, params, *rest):
-        return self.kernel.backward(turned(arrays), spec, params, *turned(rest))
+    def backward(self, arrays, spec, params, *rest, wanted, device):
+        return Choice(self.implementation, params, "", device).backward(wanted, turned(arrays), spec, *turned(rest))
 
 
 @contextlib.contextmanager
@@ -119,7 +124,9 @@ def moved(compiled):
 
 def both_ways(call, arrays, differentiable):
     """The result and the gradients, for random cotangents."""
-    out, pull = jax.vjp(lambda floats: call(**{**arrays, **floats}), {n: arrays[n] for n in differentiable if n in arrays})
+    out, pull = jax.vjp(
+        lambda floats: call(**{**arrays, **floats}), {n: arrays[n] for n in differentiable if n in arrays}
+    )
     return out, pull(cotangents_like(out))[0]
 
 
@@ -143,6 +150,7 @@ def flash_specs(variant=0):
 
 def flash(arrays, statics):
     """The result and every gradient, with random cotangents."""
+
     def call(**arrays):
         return flash_attention(**arrays, **statics, return_lse=True, platform="pallas")
 
@@ -182,13 +190,11 @@ def test_batch_and_heads(dense, sizes, variant):
 
 def test_without_a_declaration_arrays_are_gathered(dense, monkeypatch):
     """What the kernel of these tests is for."""
-    monkeypatch.setattr(run, "_to_partition", lambda *_: False)
+    monkeypatch.setattr(partition, "applies", lambda *_: False)
     assert moved(spread_flash(mesh_of(2, 2), Case("", EVERYTHING, **SMALL, kv_heads=4), flash_specs()))
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "part"), [(2, 4, 8), (1, 8, 2)], ids=["two key heads", "one key head"]
-)
+@pytest.mark.parametrize(("kv_heads", "group", "part"), [(2, 4, 8), (1, 8, 2)], ids=["two key heads", "one key head"])
 def test_key_heads_over_four_devices(dense, kv_heads, group, part):
     """Two do not divide by four, so all heads are everywhere; of one, the query heads are spread."""
     specs = {"query": HEADS, **dict.fromkeys(("key", "value"), P("data"))}
@@ -298,6 +304,22 @@ def test_inside_shard_map_over_one_of_two_axes(dense):
     assert_close(jax.jit(mapped)(spread["query"], spread["key"]), attend(arrays["query"], arrays["key"]), "float32")
 
 
+def test_explained(dense):
+    """Where the arrays say how they are spread, so does ``explain`` what is gathered."""
+
+    def notes(kv_heads, spec, **more):
+        sharding = NamedSharding(mesh_of(2, 4), spec)
+        query = jax.ShapeDtypeStruct((4, 8, 8, 16), jnp.float32, sharding=sharding)
+        key = jax.ShapeDtypeStruct((4, 8, kv_heads, 16), jnp.float32)
+        return explain(flash_attention, query, key, key, platform="pallas", **more).candidates[0].reasons[1:]
+
+    assert notes(4, HEADS) == ()
+    assert notes(2, HEADS) == ("axis 2 of query is gathered from 4 devices: 2 key heads do not divide by 4",)
+    whole = "axis 2 of query is gathered from 4 devices: it stays whole"
+    assert notes(4, HEADS, dropout_prob=0.5, dropout_seed=1) == (whole,)
+    assert notes(4, P("data", "model")) == (whole.replace("axis 2", "axis 1"),)
+
+
 # The other operations
 
 EXAMPLES = {str(example): example for example in all_examples()}
@@ -338,11 +360,9 @@ def test_other_operations(name):
     (entry,) = [e for e in kernel_registry.list_implementations(example.operation) if e.platform is Platform.XLA]
 
     def step(platform):
-        return jax.jit(
-            lambda a: both_ways(lambda **a: example.run(a, platform=platform), a, example.differentiable)
-        )
+        return jax.jit(lambda a: both_ways(lambda **a: example.run(a, platform=platform), a, example.differentiable))
 
-    with registered(example.operation, Reversing(entry.kernel)):
+    with registered(example.operation, Reversing(entry)):
         compiled = step("pallas").lower(spread).compile()
     assert_trees_close(compiled(spread), step("xla")(arrays), "float32", gradient=True)
     assert not moved(compiled)
@@ -359,3 +379,59 @@ def test_the_compiler_moves_nothing_for_xla(name):
     compiled = step.lower(spread).compile()
     assert_trees_close(compiled(spread), step(arrays), "float32", gradient=True)
     assert not moved(compiled)
+
+
+# Compiled for Hopper, without one
+
+COMPILED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+sys.path.insert(0, {tests!r})
+from test_mosaic import HOPPER
+from test_partition import both_ways, moved
+import ejkernel
+topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=HOPPER, topology="1x1x2")
+mesh = Mesh(np.array(topology.devices[:2]), ("x",))
+
+def array(shape, *spec, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+flash = lambda **a: ejkernel.flash_attention(**a, causal=True, platform={platform!r})
+pages = lambda **a: ejkernel.page_attention(**a, platform={platform!r})
+cut = dict(batch=("x",), heads=(None, None, "x"))
+calls = {{}}
+for name, spec in cut.items():
+    query = array((2, 256, 4, 64), *spec)
+    key = array((2, 256, 2, 64), *spec)
+    calls["flash " + name] = (flash, dict(query=query, key=key, value=key), ("query", "key", "value"))
+pages_of = array((16, 2, 16, 64), None, "x")
+calls["pages heads"] = (pages, dict(query=array((4, 4, 64), None, "x"), key_cache=pages_of, value_cache=pages_of,
+    context_lens=array((4,), dtype=jnp.int32), block_tables=array((4, 4), dtype=jnp.int32)), ())
+pages_of = array((16, 2, 16, 64))
+calls["pages batch"] = (pages, dict(query=array((4, 4, 64), "x"), key_cache=pages_of, value_cache=pages_of,
+    context_lens=array((4,), "x", dtype=jnp.int32), block_tables=array((4, 4), "x", dtype=jnp.int32)), ())
+with ejkernel.target("nvidia-h100"):
+    for name, (call, arrays, floats) in calls.items():
+        step = (lambda **a: both_ways(call, a, floats)) if floats else call
+        compiled = jax.jit(step).lower(**arrays).compile()
+        text = compiled.as_text()
+        print("MOVED", name, moved(compiled) or "nothing", text.count({kernel!r}) > 0)
+"""
+
+
+@needs_plugin
+@pytest.mark.compiled
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "kernel"), [("triton", "triton_kernel_call"), ("pallas", "mosaic_gpu")])
+def test_compiled_for_two_hoppers(platform, kernel):
+    """Batch or heads on two devices: kernels on both, and nothing is moved between them."""
+    script = COMPILED.format(tests=os.path.dirname(__file__), platform=platform, kernel=kernel)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    if "Unsupported .version" in result.stderr:
+        pytest.skip("this Triton writes PTX that the plugin's assembler does not know")
+    assert result.returncode == 0, result.stderr[-2000:]
+    told = re.findall("MOVED (.*)", result.stdout)
+    assert told == [f"{name} nothing True" for name in ("flash batch", "flash heads", "pages heads", "pages batch")]

@@ -250,10 +250,10 @@ class PageAttention(Operation):
     def axes(self, arrays: dict[str, Any], spec: PageSpec) -> tuple[dict[str, Any], tuple]:
         """Heads, and sequences where each has one token; the pages are the sequences' together."""
         sequences = "." if "query_starts" in arrays else "b"
-        tokens = f"n {sequences}"
-        named = {"query": f"{tokens} kg", "query_starts": "n", "softmax_aux": "n kg"}
+        tokens = f"e {sequences}"
+        named = {"query": f"{tokens} kg", "query_starts": "e", "softmax_aux": "e kg"}
         named |= dict.fromkeys(("context_lens", "block_tables"), tokens)
-        named |= dict.fromkeys(("key_cache", "value_cache"), ". . k") | dict.fromkeys(("k_scale", "v_scale"), "n k")
+        named |= dict.fromkeys(("key_cache", "value_cache"), ". . k") | dict.fromkeys(("k_scale", "v_scale"), "e k")
         return named, (f"{tokens} kg", f"{tokens} kg")
 
     def empty(self, arguments: dict[str, Any]) -> Any:

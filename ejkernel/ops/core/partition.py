@@ -15,7 +15,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,42 @@ from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ejkernel.contracts.call import Call
+from ejkernel.contracts.registry import Choice
+from ejkernel.contracts.support import Platform, is_present
+
+if TYPE_CHECKING:
+    from ejkernel.ops.core.operation import Operation
+
+# Of each axis of an array its letters, and the mesh axes that cut it.
 Words = tuple[str, ...]
+Spec = Sequence[tuple[str, ...]]
 WHOLE = "."
+MEANINGS = {
+    "b": "batch",
+    "e": "examples",
+    "k": "key heads",
+    "g": "query heads",
+    "m": "rows",
+    "n": "columns",
+    "d": "features",
+}
+
+
+def applies(operation: Operation, chosen: Choice) -> bool:
+    """Whether arrays may be spread over devices here, and the compiler must be told how to run a kernel on their parts."""
+    alone = chosen.device.shared_by == 1 and is_present(chosen.device)
+    inside_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    looked_into = chosen.platform is Platform.XLA and operation.self_partitioning
+    return not (alone or inside_shard_map or looked_into)
 
 
 def words(names: Any, arrays: Any) -> list[Words]:
     """Of each array in a tree the letters of each axis, from a tree of ``"b . kg ."``, which may end above the arrays."""
     leaves = jax.tree.leaves(jax.tree.broadcast(names, arrays))
-    return [(*text.split(), *[WHOLE] * x.ndim)[: x.ndim] for text, x in zip(leaves, jax.tree.leaves(arrays), strict=True)]
+    return [
+        (*text.split(), *[WHOLE] * x.ndim)[: x.ndim] for text, x in zip(leaves, jax.tree.leaves(arrays), strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -43,10 +71,16 @@ class Axes:
     sizes: dict[str, int] = field(hash=False)
 
     @classmethod
-    def of(cls, arguments: Sequence[Words], results: Sequence[Words], given: Sequence[Any], made: Sequence[Any]) -> Axes:
+    def of(
+        cls, arguments: Sequence[Words], results: Sequence[Words], given: Sequence[Any], made: Sequence[Any]
+    ) -> Axes:
         """From the axes as they are declared, and arrays."""
         sizes: dict[str, int] = {}
-        pairs = [(word, size) for names, x in zip(arguments, given, strict=True) for word, size in zip(names, x.shape, strict=True)]
+        pairs = [
+            (word, size)
+            for names, x in zip(arguments, given, strict=True)
+            for word, size in zip(names, x.shape, strict=True)
+        ]
         for word, size in sorted(pairs, key=lambda pair: len(pair[0])):
             if word != WHOLE:
                 # Of two letters the first is known: key heads have an array of their own.
@@ -54,7 +88,9 @@ class Axes:
                 sizes[own] = max(sizes.get(own, 1), size // math.prod(sizes[letter] for letter in word[:-1]))
 
         def named(names: Words, shape: tuple[int, ...]) -> Words:
-            return tuple(_spreadable(word, sizes) if size > 1 else WHOLE for word, size in zip(names, shape, strict=True))
+            return tuple(
+                _spreadable(word, sizes) if size > 1 else WHOLE for word, size in zip(names, shape, strict=True)
+            )
 
         return cls(
             tuple(named(names, x.shape) for names, x in zip(arguments, given, strict=True)),
@@ -81,32 +117,28 @@ class Axes:
         sizes = {letter: self.sizes[letter] for letter in only_in_words}
         return " -> ".join(sides), {"need_replication_factors": tuple(replicated), **sizes}
 
-    def assign(self, mesh: Mesh, specs: Sequence[tuple[Words, Any]]) -> Assignment:
-        """Which mesh axes each letter is spread over, from partition specs of arrays; the first that says so decides."""
+    def assign(self, mesh: Any, specs: Sequence[tuple[Words, Spec]]) -> Assignment:
+        """Which mesh axes each letter is spread over, from specs of arrays: the first that fits decides."""
         found: dict[str, tuple[str, ...]] = {}
-        left: dict[str, int] = {}
         for names, spec in specs:
-            for word, entry in zip(names, (*spec, *[None] * len(names)), strict=False):
-                letter = word[0]
-                asked = () if entry is None else (entry if isinstance(entry, tuple) else (entry,))
+            for word, asked in zip(names, spec, strict=False):
                 taken = {axis for axes in found.values() for axis in axes}
-                if word == WHOLE or letter in found or not asked or taken & set(asked):
+                if word == WHOLE or word[0] in found or taken & set(asked):
                     continue
-                fitting = [asked[:n] for n in range(1, len(asked) + 1) if not self.sizes[letter] % _count(mesh, asked[:n])]
+                # Of several mesh axes as many as divide.
+                fitting = [asked[:n] for n in range(1, len(asked) + 1)]
+                fitting = [axes for axes in fitting if self.sizes[word[0]] % _count(mesh, axes) == 0]
                 if fitting:
-                    found[letter] = fitting[-1]
-                if not fitting or fitting[-1] != asked:
-                    left[letter] = _count(mesh, asked)
-        return Assignment(mesh, found, {letter: n for letter, n in left.items() if letter not in found})
+                    found[word[0]] = fitting[-1]
+        return Assignment(mesh, found)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The mesh axes that each letter is spread over. ``left``: letters that do not divide by the devices they came on."""
+    """The mesh axes that each letter is spread over."""
 
-    mesh: Mesh
+    mesh: Any
     axes: Mapping[str, tuple[str, ...]]
-    left: Mapping[str, int]
 
     def sharding(self, names: Words) -> NamedSharding:
         """Of an array."""
@@ -124,8 +156,44 @@ def _spreadable(word: str, sizes: dict[str, int]) -> str:
     return kept or WHOLE
 
 
-def _count(mesh: Mesh, axes: Sequence[str]) -> int:
+def _count(mesh: Any, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def gathered(operation: Operation, arguments: dict[str, Any], call: Call) -> tuple[str, ...]:
+    """Why axes of arguments that are spread over a mesh stay whole in a kernel, for ``explain``."""
+    shapes = {name: x for name, x in call.shapes.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    named, _ = operation.axes(call.shapes, call.spec)
+    axes = Axes.of(words({name: named.get(name, "b") for name in shapes}, shapes), (), jax.tree.leaves(shapes), ())
+    given = [
+        (name, names, arguments[name].sharding, len(names) - arguments[name].ndim)
+        for name, names in zip(sorted(shapes), axes.arguments, strict=True)
+        if isinstance(getattr(arguments.get(name), "sharding", None), NamedSharding)
+    ]
+    if not given:
+        return ()
+    mesh = given[0][2].mesh
+    # Axes that ``prepare`` puts in front are whole.
+    specs = [[*[()] * front, *map(_tupled, sharding.spec)] for _, _, sharding, front in given]
+    found = axes.assign(mesh, [(names, spec) for (_, names, *_), spec in zip(given, specs, strict=True)])
+    reasons = {}
+    for (name, names, _, front), spec in zip(given, specs, strict=True):
+        for axis, (word, asked) in enumerate(zip(names, spec, strict=False)):
+            if not asked or found.axes.get(word[0]) == asked:
+                continue
+            count = _count(mesh, asked)
+            cause = (
+                f"{axes.sizes[word[0]]} {MEANINGS[word[0]]} do not divide by {count}"
+                if word != WHOLE
+                else "it stays whole"
+            )
+            reasons.setdefault(cause, f"axis {axis - front} of {name} is gathered from {count} devices: {cause}")
+    return tuple(reasons.values())
+
+
+def _tupled(entry: Any) -> tuple[str, ...]:
+    """An entry of a partition spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, result_names: Any) -> Any:
@@ -186,8 +254,8 @@ def _untyped(flat: Sequence[Array]) -> Iterator[Sequence[Array]]:
         yield [jax.sharding.reshard(x, PartitionSpec()) for x in flat]
 
 
-def _spec(mesh: Mesh, array: Any) -> list[tuple[str, ...] | None]:
-    """By axis of an array the mesh axes that cut it, the first the coarsest; None where it is whole.
+def _spec(mesh: Mesh, array: Any) -> Spec:
+    """By axis of an array the mesh axes that cut it, the first the coarsest; none where it is whole.
 
     None too where it is cut across part of a mesh axis only, as Shardy does with two key heads on an axis of four devices.
     JAX's own way to a partition spec raises there.
@@ -199,11 +267,11 @@ def _spec(mesh: Mesh, array: Any) -> list[tuple[str, ...] | None]:
     places = array.sharding.devices_indices_map((mesh.size,) * rank)
     starts = np.array([[part.start or 0 for part in places[device]] for device in mesh.devices.flat])
     starts = starts.reshape(*mesh.devices.shape, rank)
-    spec: list[tuple[str, ...] | None] = []
+    spec = []
     for first in np.moveaxis(starts, -1, 0):
         steps = [0 if n == 1 else np.take(first, 1, axis).flat[0] - first.flat[0] for axis, n in enumerate(first.shape)]
         cuts = np.flatnonzero(steps)
         even = sum(steps[axis] * np.indices(first.shape)[axis] for axis in cuts)
-        cut = len(cuts) and (first == even).all()
-        spec.append(tuple(mesh.axis_names[axis] for axis in sorted(cuts, key=lambda a: -steps[a])) if cut else None)
+        coarsest_first = sorted(cuts, key=lambda axis: -steps[axis]) if np.all(first == even) else ()
+        spec.append(tuple(mesh.axis_names[axis] for axis in coarsest_first))
     return spec

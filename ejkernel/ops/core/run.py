@@ -16,7 +16,6 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel.contracts.call import Call
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.registry import Choice
-from ejkernel.contracts.support import Platform, is_present
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.common.varying import vary_over, varying_axes
 from ejkernel.ops.config import chain
@@ -245,7 +244,7 @@ def _partitioned(
 ) -> Any:
     """``run(chosen, arrays, *rest)``, by each device on its own part where a mesh spreads arrays; ``wanted``: in a backward."""
     operation, call = decision.operation, decision.call
-    if not _to_partition(operation, chosen):
+    if not partition.applies(operation, chosen):
         with usual_promotion():
             return run(chosen, arrays, *rest)
     direction = "forward" if wanted is None else "backward"
@@ -267,14 +266,6 @@ def _partitioned(
 
     results = pair if wanted is None else {name: named[name] for name in wanted}
     return partition.partitioned(whole, part, (arrays, *rest), names, results)
-
-
-def _to_partition(operation: Operation, chosen: Choice) -> bool:
-    """Whether arrays may be spread over devices here, and the compiler needs to be told how to run a kernel on their parts."""
-    alone = chosen.device.shared_by == 1 and is_present(chosen.device)
-    inside_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    looked_into = chosen.platform is Platform.XLA and operation.self_partitioning
-    return not (alone or inside_shard_map or looked_into)
 
 
 def _per_example(axis_size: int, grad: Array, batch: int) -> Array:
