@@ -24,6 +24,7 @@ from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
     Window,
+    attention_axes,
     effective_window,
     joined_sinks,
     nbytes,
@@ -166,12 +167,14 @@ class BlockSparseSpec:
     """What to compute, beside the arrays; ``window`` and the rest as in ``FlashSpec``.
 
     Kernels work with the blocks of ``grid.sizes``, at most ``LARGEST_BLOCK`` positions where the mask's blocks divide.
+    ``roomy``: each list has room for all blocks, as those of a traced mask have, so that lists begin at equal distances.
     """
 
     grid: _Grid
     window: Window
     softmax_scale: float
     logits_soft_cap: float | None
+    roomy: bool
 
 
 def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
@@ -241,6 +244,8 @@ class BlockSparseAttention(Operation):
     }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"blocks", "softmax_aux"})
+    # Lists that differ between heads make a loop over heads, for which the compiler gathers them.
+    self_partitioning = False
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, and a mask that has values gets its list of blocks."""
@@ -265,6 +270,7 @@ class BlockSparseAttention(Operation):
             window=_window(a["causal"], a["sliding_window"], max(q_len, kv_len)),
             softmax_scale=_check.scale(a["softmax_scale"], head_dim),
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
+            roomy=not isinstance(mask, Listed),
         )
         used = {
             "causal": (a["causal"], "causal"),
@@ -315,6 +321,19 @@ class BlockSparseAttention(Operation):
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
         return arrays
+
+    def axes(self, arrays: dict[str, Any], spec: BlockSparseSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch and heads, and lists that have room for every block of each head."""
+        named, results = attention_axes()
+        lists = "kgr" if spec.roomy and arrays["blocks"].start.shape[1] > 1 else "."
+        return {**named, "blocks": Blocks("b kg", "b kg", "b kg", f"b {lists}")}, results
+
+    def localise(self, arrays: dict[str, Any], spec: BlockSparseSpec, index: Any) -> dict[str, Any]:
+        """The lists of a device's first head begin where its part does."""
+        blocks = arrays["blocks"]
+        if not spec.roomy:
+            return arrays
+        return {**arrays, "blocks": blocks._replace(start=blocks.start - blocks.start[:, :1, :1])}
 
     def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
         """A plain function gets the mask itself."""
