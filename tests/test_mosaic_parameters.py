@@ -68,9 +68,9 @@ def test_sets_of_the_backward():
         assert effective(BwdParams(), dims, "backward") == BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=8)
 
 
-@pytest.mark.parametrize("dim", parameters.DEFAULTS)
-def test_what_is_shipped_is_not_clipped(dim):
-    shapes, dims = shapes_of(dim, dim), (dim, dim)
+@pytest.mark.parametrize("dims", parameters.SPACE, ids=str)
+def test_what_is_shipped_is_not_clipped(dims):
+    shapes = shapes_of(*dims)
     for direction in ("forward", "backward"):
         default = PallasFlashAttention.defaults(shapes, None, None, direction)
         space = PallasFlashAttention.space(shapes, None, None, direction)

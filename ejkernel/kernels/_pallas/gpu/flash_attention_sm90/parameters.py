@@ -31,33 +31,30 @@ def _params(*sizes: int) -> FwdParams:
     return FwdParams(**dict(zip(READS, sizes, strict=True)))
 
 
-# By the wider of the two head dims: queries of a CTA, keys a step, warps of its consumers, slots of the ring. Nothing
-# spills.
-DEFAULTS = {
-    64: _params(192, 128, 12, 4),
-    128: _params(128, 128, 8, 2),
-    256: _params(128, 80, 8, 2),
-}
+# By the largest head dims, of queries and of values: queries of a CTA, keys a step, warps of its consumers, slots of the
+# ring. The first is the default, the others are worth timing. Nothing spills.
 SPACE = {
-    64: [(192, 128, 12, 4), (192, 112, 12, 4), (128, 192, 8, 3)],
-    128: [(128, 128, 8, 2), (128, 160, 8, 2)],
-    256: [(128, 80, 8, 2)],
+    (64, 64): [(192, 128, 12, 4), (192, 112, 12, 4), (128, 192, 8, 3)],
+    (128, 128): [(128, 128, 8, 2), (128, 160, 8, 2)],
+    (192, 128): [(128, 112, 8, 2), (128, 96, 8, 2), (128, 64, 8, 3)],
+    (256, 256): [(128, 80, 8, 2)],
 }
 
 
 def narrow(dim: int, value_dim: int) -> bool:
-    """Whether shared memory has room for a block's output beside the next one's queries."""
-    return max(dim, value_dim) <= 128
+    """Whether shared memory has room for a block's output beside the next one's queries, and registers for its sums."""
+    return dim <= 192 and value_dim <= 128
 
 
 def forward_defaults(dim: int, value_dim: int) -> FwdParams:
     """The forward's tile where nothing was tuned."""
-    return DEFAULTS[_wider(dim, value_dim)]
+    return forward_space(dim, value_dim)[0]
 
 
 def forward_space(dim: int, value_dim: int) -> list[FwdParams]:
     """The forward's tiles that are worth timing."""
-    return [_params(*sizes) for sizes in SPACE[_wider(dim, value_dim)]]
+    sizes = next(sizes for largest, sizes in SPACE.items() if dim <= largest[0] and value_dim <= largest[1])
+    return [_params(*x) for x in sizes]
 
 
 def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
@@ -82,10 +79,6 @@ def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
     stages = max(2, min(params.num_stages or 2, room // (step * (dim + value_dim))))
     step = min(step, room // (stages * (dim + value_dim)) // CHUNK * CHUNK)
     return _params(ROWS * consumers, step, WARPS_PER_WARPGROUP * consumers, stages)
-
-
-def _wider(dim: int, value_dim: int) -> int:
-    return next(size for size in DEFAULTS if max(dim, value_dim) <= size)
 
 
 def single(dim: int, value_dim: int) -> bool:
