@@ -53,6 +53,7 @@ ONE_A_FEATURE = (
     "packed",
     "float16",
     "value dim",
+    "head dim 72",
 )
 LONELY = np.repeat([[7, 1]], 1, 0).repeat([130, 30], 1).astype(np.int32)
 CUTS = np.array([0, 70, 70, 150], np.int32)
@@ -80,6 +81,12 @@ CALLS = {
     "head dim 32": ({"dim": 32}, {"causal": True}),
     "head dim 96": ({"dim": 96}, {"causal": True}),
     "head dim 224": ({"dim": 224}, {"causal": True}),
+    "head dim 72": ({"dim": 72, "q_len": 203, "kv_len": 139}, {}),
+    "head dim 80": ({"dim": 80}, {"causal": True, "q_segment_ids": IDS, "kv_segment_ids": IDS}),
+    "head dim 248": ({"dim": 248}, {"causal": True}),
+    "narrow dims": ({"dim": 8, "value_dim": 24}, {"causal": True}),
+    "panels of keys alone": ({"dim": 72, "value_dim": 64}, {"causal": True, "logits_soft_cap": 2.0}),
+    "panels of values alone": ({"dim": 64, "value_dim": 112, "dtype": "float16"}, {"causal": True}),
     "value dim": ({"dim": 192, "value_dim": 128}, {"causal": True}),
     "narrower value dim": ({"dim": 160, "value_dim": 32}, {"causal": True}),
     "wider value dim": ({"dim": 64, "value_dim": 128, "dtype": "float16"}, {"causal": True}),
@@ -439,7 +446,7 @@ def test_only_hopper(device, reason):
         ({"attention_mask": jax.ShapeDtypeStruct((1, 256), jnp.bool_)}, 64, "bfloat16", "attention_mask is not supported"),
         ({"dropout_prob": 0.1, "dropout_seed": 3}, 64, "bfloat16", "dropout_prob is not supported"),
         ({}, 64, "float32", "dtype float32 is not supported"),
-        ({}, 72, "bfloat16", "head dim 72 is not a multiple of 32"),
+        ({}, 76, "bfloat16", "head dim 76 is not a multiple of 8"),
         ({}, 320, "bfloat16", "head dim 320 is above 256"),
     ],
 )  # fmt: skip
@@ -534,7 +541,13 @@ needs_plugin = pytest.mark.skipif(not _plugin(), reason="compiling for a GPU nee
 
 def spill_jobs(dims, what):
     """Calls to compile: head dims, the call, and perhaps a tile."""
-    others = {(64, 64): (96, 96), (128, 128): (64, 128), (192, 128): (160, 32), (256, 256): (192, 192)}
+    others = {
+        (64, 64): (40, 24),
+        (88, 88): (72, 72),
+        (128, 128): (64, 128),
+        (192, 128): (160, 32),
+        (256, 256): (192, 192),
+    }
     return {
         "defaults": [(dims, "plain"), (dims, "causal")],
         "masks that are data": [(dims, "segments"), (dims, "packed")],
@@ -584,7 +597,7 @@ def test_searching_for_unseen_keys_takes_no_quadratic_memory(few, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 72, 80, 128, 256])
 def test_on_a_gpu(name, dim):
     refused = explain("flash_attention", X, X, X, platform="pallas").chosen is None
     if refused:
@@ -599,7 +612,7 @@ def test_on_a_gpu(name, dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 @pytest.mark.parametrize("name", PADDED)
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 256])
 def test_padding_may_be_garbage_on_a_gpu(name, garbage, dim):
     if explain("flash_attention", X, X, X, platform="pallas").chosen is None:
         pytest.skip("needs a Hopper GPU")
