@@ -78,6 +78,7 @@ def _of_pairs(shapes: dict[str, Any]) -> bool:
 
 register(
     "flash_attention",
+    step=8,
     widest=256,
     features={
         *("causal", "window", "soft_cap", "bias", "mask", "segments", "varlen", "sinks", "dropout"),

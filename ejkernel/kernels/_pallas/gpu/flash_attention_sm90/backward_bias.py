@@ -47,8 +47,8 @@ def bias_gradient(
 ) -> Array:
     """The gradient, in the bias's shape and dtype.
 
-    ``rows``: ``[B, H, 2, blocks · 128]``, the lse in base 2 and the slope; ``ranges``: the first key and the end of
-    those that each block of 128 queries sees, ``[B|1, blocks]`` each.
+    ``rows``: ``[B, H, 2, blocks · 128]``, the lse in base 2 and the slope; ``ranges``: the keys that each block of 128
+    queries sees.
     """
     batch, q_len, heads, _ = query.shape
     whole = batch, heads, -(-q_len // QUERIES), -(-c.kv_len // ROWS)
@@ -88,7 +88,7 @@ def _visits(ranges, whole: tuple[int, ...], own: tuple[int, ...]) -> Array:
     """``[own blocks of queries, own blocks of keys, 4]``: the blocks of queries and of keys that a CTA visits for each
     batch entry and head: the first, and how many.
     """
-    begin, end = ranges
+    begin, end = ranges.begin, ranges.end
     xp = np if isinstance(begin, np.ndarray) and isinstance(end, np.ndarray) else jnp
     key0 = np.arange(whole[3], dtype=np.int32) * ROWS
     seen = (begin.min(0)[:, None] < key0 + ROWS) & (end.max(0)[:, None] > key0)

@@ -21,6 +21,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import (
     backward_wide_keys,
     backward_wide_queries,
 )
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import head_parts
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
@@ -37,6 +38,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     padded,
     segment_ids,
     statics,
+    whole_columns,
 )
 from ejkernel.kernels.common import visibility
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
@@ -60,20 +62,15 @@ def backward(
     """
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
-    rows, keys = (-(-x.shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for x in (query, key))
-    # A row that sees nothing, or lies past the end, weighs nothing.
-    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    widths = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
+    arrays, dout = {**arrays, **{name: whole_columns(arrays[name]) for name in widths}}, whole_columns(dout)
+    query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
-    if in_one:
-        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
-    else:
-        by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
-    inputs = [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)]
-    optional = mask_vectors(arrays, rows, keys)
+    inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
 
     def with_pairs(by_keys):
-        """What the kernels read, with what says something of every pair; ``by_keys``: their tiles have keys by queries."""
+        """What kernels read beside the inputs; ``by_keys``: their tiles have keys by queries."""
+        rows, keys = _padded_lengths(arrays)
         more = pair_arrays(arrays, rows, keys, word_size(ROWS), copy=bool(interpret), by_keys=by_keys)
         return {**optional, **more}
 
@@ -84,17 +81,39 @@ def backward(
         grads = _all_at_once(arrays, spec, params, inputs, with_pairs(True), interpret)
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, with_pairs, of_kernels, interpret)
-    grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
+    grads = {name: x[:, : arrays[name].shape[1], :, : widths[name]] for name, x in grads.items()}
     if "bias" in wanted:
-        # The lse in base 2, and the slope.
-        residuals = jnp.stack([padded(base2, rows, jnp.inf), padded(slope, rows)], 2)
-        grads["bias"] = _of_bias(arrays, spec, [*inputs[:-1], residuals], with_pairs(False), interpret)
+        grads["bias"] = _of_bias(arrays, spec, dout, lse, slope, with_pairs(False), interpret)
     if dropped:
         before = ((0, 0), (dropped, 0), (0, 0), (0, 0))
         grads |= {name: jnp.pad(grads[name], before) for name in ("key", "value") if name in grads}
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}
+
+
+def _padded_lengths(arrays: dict[str, Array]) -> list[int]:
+    """Rows and keys up to which kernels read vectors."""
+    return [-(-arrays[name].shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for name in ("query", "key")]
+
+
+def kernel_inputs(
+    arrays: dict[str, Array], dout: Array, lse: Array, slope: Array, in_one: bool, exponent: int | None = None
+):
+    """What the kernels read of tensors and rows, and the arrays that masks read; ``in_one``: for the single kernel.
+
+    ``exponent``: for the others, the power of two that weights are multiplied by, if not ``weight_exponent``.
+    """
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    rows, keys = _padded_lengths(arrays)
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    if in_one:
+        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
+    else:
+        exponent = weight_exponent(query.dtype) if exponent is None else exponent
+        by_row = [padded(base2 - exponent, rows, jnp.inf), padded(slope, rows)]
+    return [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)], mask_vectors(arrays, rows, keys)
 
 
 def weight_exponent(dtype: Any) -> int:
@@ -120,6 +139,10 @@ def ascending(dim: int, right: int | None) -> bool:
 def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -> dict[str, Array]:
     dim, step = arrays["query"].shape[3], params.q_blocksize
     table, (head, tail), visitors, visited = _visits(arrays, spec, params.kv_blocksize, step)
+    of_call = statics(arrays, spec)
+    parts = 1
+    if not {"kv_start", "q_segment_ids"} & arrays.keys():
+        parts = head_parts(dim, of_call["group"], spec.window, arrays["query"].shape[1])
     c = BackwardConfig(
         consumers=params.num_warps // WARPS_PER_WARPGROUP,
         step=step,
@@ -128,13 +151,18 @@ def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -
         tail=tail,
         partial_step=bool(arrays["query"].shape[1] % step),
         ascending=ascending(dim, spec.window[1]),
+        parts=parts,
         interpreted=bool(interpret),
-        **statics(arrays, spec),
+        **{**of_call, "group": of_call["group"] // parts},
     )
     dq, dk, dv = single_kernel.call(c, *inputs, table, visitors, optional, interpret=interpret)
     if interpret:
         dq = jnp.where(_by_row(visited, step, dq.shape[2]), dq, 0).sum(0)
     seen = _by_row(visited.any(1), step, dq.shape[1])
+    if parts > 1:
+        dk, dv = (
+            (x.sum(0) * factor).astype(arrays["key"].dtype) for x, factor in ((dk, c.scale), (dv, 1 / (1 - c.dropout)))
+        )
     return {"query": jnp.where(seen, dq * c.scale, 0).astype(dk.dtype), "key": dk, "value": dv}
 
 
@@ -195,12 +223,11 @@ def _one_by_one(arrays, spec, inputs, with_pairs, wanted, interpret) -> dict[str
 # One kernel for the bias
 
 
-def _of_bias(arrays, spec, inputs, optional, interpret) -> Array:
-    start, stop = key_intervals(arrays, spec)
+def _of_bias(arrays, spec, dout, lse, slope, optional, interpret) -> Array:
+    inputs, _ = kernel_inputs(arrays, dout, lse, slope, in_one=False, exponent=0)
     ranges = visibility.key_ranges(
-        start, stop, segment_ids(arrays), BACKWARD_BLOCK, arrays["key"].shape[1], shifted=False
+        *key_intervals(arrays, spec), segment_ids(arrays), BACKWARD_BLOCK, arrays["key"].shape[1], shifted=False
     )
-    common = statics(arrays, spec)
-    c = WideConfig(unmasked=False, masked=True, weight_exponent=0, interpreted=bool(interpret), **common)
-    ends = ranges.begin, ranges.end
-    return backward_bias.bias_gradient(c, *inputs, ends, arrays["bias"], optional, interpret=interpret)
+    of_call = statics(arrays, spec)
+    c = WideConfig(unmasked=False, masked=True, weight_exponent=0, interpreted=bool(interpret), **of_call)
+    return backward_bias.bias_gradient(c, *inputs, ranges, arrays["bias"], optional, interpret=interpret)

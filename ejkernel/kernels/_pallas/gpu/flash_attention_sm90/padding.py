@@ -27,7 +27,7 @@ def without_padding(
     by weights, and replaces what it computes from such keys by -inf. ``by_kernel``: the kernel puts the zeros itself, and is
     told where: ``padding``, by key.
     """
-    arrays = _with_narrow_ids(arrays)
+    arrays = with_narrow_ids(arrays)
     if {"attention_mask", "bias"} & arrays.keys():
         return without_unseen(arrays, spec), 0
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
@@ -52,7 +52,7 @@ def without_padding(
     return arrays, dropped
 
 
-def _with_narrow_ids(arrays: dict[str, Array]) -> dict[str, Array]:
+def with_narrow_ids(arrays: dict[str, Array]) -> dict[str, Array]:
     """Ids of 64 bits as their ranks: kernels compare 32 bits, and two ids must not become one."""
     names = ("q_segment_ids", "kv_segment_ids")
     if names[0] not in arrays or arrays[names[0]].dtype.itemsize <= 4:

@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig, padded
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import array_like, constant, of_product, scalars
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import array_like, array_of, constant, scalars
 from ejkernel.kernels.common import dropout
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -146,9 +146,7 @@ def add_bias(c: KernelConfig, s, bias, row0, column0, *, may_end: bool, by_keys:
         "kind": bias.dtype.name,
     }
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=of_product(s.shape)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=array_of(s.shape))
     def add(_, s, bias, *first):
         values = _Values(bias, [x.registers.flat[0] for x in first], **place)
 
@@ -172,9 +170,7 @@ def hide(c: KernelConfig, s, bits, row0, column0):
         seen = seen.reshape(part.shape[0], -1)
         return jnp.where(jnp.broadcast_to(seen if words > 1 else seen[:, :1], s.shape) != 0, s, -jnp.inf)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=of_product(s.shape)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=array_of(s.shape))
     def select(_, s, bits, *first):
         row0, column0 = (x.registers.flat[0] for x in first)
         lane_row, lane_column = _lane_place()
@@ -212,9 +208,7 @@ def drop(c: KernelConfig, p, row_keys, row0, column0, *, mark: bool = False, by_
         return jnp.where(dropout.keep(row_key, key, c.dropout), p, -p if mark else 0.0)
     threshold = dropout.threshold(c.dropout)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=of_product(p.shape)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=array_of(p.shape))
     def select(_, p, row_keys, *first):
         """As ``dropout.keep``."""
         row0, column0 = (x.registers.flat[0] for x in first)
