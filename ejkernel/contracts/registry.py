@@ -25,6 +25,7 @@ BUILTIN = {
         "ejkernel.ops.blocksparse_attention",
         (
             "ejkernel.kernels._xla.blocksparse_attention",
+            "ejkernel.kernels._triton.blocksparse_attention",
             "ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.attention",
         ),
     ),

@@ -64,6 +64,7 @@ class PallasBlockSparseAttention:
 
 register(
     "blocksparse_attention",
+    step=32,
     widest=128,
     features={"causal", "window", "soft_cap", "segments", "sinks", "gqa", "value_dim", "cross", "head_masks", "lse"},
     gradients={"query", "key", "value", "softmax_aux"},

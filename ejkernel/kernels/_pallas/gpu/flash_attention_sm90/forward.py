@@ -46,6 +46,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import (
     shared_memory,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import by_tiles
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import forward_effective, narrow
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
@@ -151,7 +152,8 @@ def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *
     )
     # The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time.
     grid = {"head": heads, "block": blocks, "batch": batch}
-    return launch(c, (query, key, value, table), optional, results, grid, QueryBlock, interpret=interpret)
+    tensors = map(by_tiles, (query, key, value))
+    return launch(c, (*tensors, table), optional, results, grid, QueryBlock, interpret=interpret)
 
 
 def launch(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, ForwardConfig, QueryBlock
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import start_pv, start_qk
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
@@ -19,8 +20,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     reduce_rows,
     request_retry,
     rescale_rows,
-    start_pv,
-    start_qk,
     wait_for_products,
 )
 from ejkernel.kernels.common.softmax import LOG2E

@@ -32,6 +32,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     padded,
     segment_ids,
     statics,
+    whole_columns,
     whole_tiles,
 )
 from ejkernel.kernels.common import visibility
@@ -56,6 +57,8 @@ def backward(
     """
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
+    widths = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
+    arrays, dout = {**arrays, **{name: whole_columns(arrays[name]) for name in widths}}, whole_columns(dout)
     query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
     inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
@@ -66,7 +69,7 @@ def backward(
         grads = _all_at_once(arrays, spec, params, inputs, optional, interpret)
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, optional, of_kernels, interpret)
-    grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
+    grads = {name: x[:, : arrays[name].shape[1], :, : widths[name]] for name, x in grads.items()}
     if dropped:
         before = ((0, 0), (dropped, 0), (0, 0), (0, 0))
         grads |= {name: jnp.pad(grads[name], before) for name in ("key", "value") if name in grads}
