@@ -29,6 +29,7 @@ OPERATION = kernel_registry.operation("flash_attention")
 ALL = frozenset({"query", "key", "value"})
 # The narrowest head dims that take each kernel.
 SINGLE, WIDE = (64, 64), (64, 128)
+PANELS = (72, 72)
 interpreted = pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
 
 
@@ -116,7 +117,9 @@ def check_interpreted(shape, options, capfd, *, params=None, spoil=lambda arrays
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", some(CALLS, *ONE_A_FEATURE))
 @pytest.mark.parametrize(
-    "dims", some([SINGLE, (128, 128), WIDE], (128, 128), WIDE), ids=["single", "single at 128", "wide"]
+    "dims",
+    some([SINGLE, (128, 128), PANELS, WIDE], (128, 128), WIDE),
+    ids=["single", "single at 128", "panels", "wide"],
 )
 def test_interpreted(name, dims, capfd):
     shape, options = CALLS[name]
@@ -124,26 +127,15 @@ def test_interpreted(name, dims, capfd):
 
 
 @interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
-    [
-        (32, 32),
-        (96, 96),
-        (96, 64),
-        (128, 128),
-        (128, 64),
-        (160, 32),
-        (192, 128),
-        (224, 224),
-        (256, 256),
-        (24, 56),
-        (72, 72),
-        (80, 64),
-        (120, 120),
-    ],
+    some(
+        [(24, 56), (32, 32), PANELS, (80, 64), (96, 96), (96, 64), (104, 104), (128, 128), (128, 64), (160, 32),
+         (192, 128), (224, 224), (256, 256)],
+        PANELS,
+    ),
     ids=str,
-)
+)  # fmt: skip
 def test_interpreted_at_other_head_dims(dims, capfd):
     check_interpreted({"q_len": 130, "kv_len": 200, "dims": dims}, {"causal": True}, capfd)
 
@@ -340,7 +332,9 @@ SPILLS = [
     ),
     ((128, 128), ["plain", "whole blocks", "causal", "more keys", "window", "segments", "packed", "soft cap"], 64),
     ((128, 64), ["causal"], 0),
-    ((96, 96), ["causal"], 0),
+    ((72, 72), ["plain", "causal", "window", "segments", "packed", "soft cap"], 0),
+    ((96, 96), ["causal", "segments"], 0),
+    ((112, 112), ["causal"], 0),
     ((192, 128), ["causal"], 0),
     ((256, 256), ["causal", "segments"], 0),
 ]

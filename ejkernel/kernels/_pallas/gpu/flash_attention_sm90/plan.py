@@ -53,6 +53,16 @@ def copies_of(dim: int) -> int:
     return shared_columns(dim) // (panel_of(dim) or dim)
 
 
+def tail_of(dim: int) -> int | None:
+    """Columns beside the first 64 of a head that the single backward kernel computes; None if it has 64 or 128.
+
+    Example:
+        >>> [tail_of(dim) for dim in (64, 72, 80, 96, 112, 128)]
+        [None, 16, 16, 32, 64, None]
+    """
+    return next(x for x in (CHUNK, 2 * CHUNK, ROWS) if dim <= ROWS + x) if ROWS < dim < 2 * ROWS else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """What every kernel is told of a call.
@@ -87,9 +97,8 @@ def pad_rows(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
-def whole_columns(x: Array) -> Array:
-    """Columns to a multiple of 32, for kernels that take no others; copies only where there are."""
-    missing = -x.shape[3] % WHOLE_COLUMNS
+def pad_columns(x: Array, missing: int) -> Array:
+    """``missing`` columns of zeros behind a head's; copies only where there are any."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 
