@@ -80,7 +80,7 @@ def consume(ctx: Context, warpgroup):
 
         def seen():
             begin, _, _, steps = ctx.loop(zero)
-            return _visible(ctx, t, own_key0 + zero, begin + ctx.order(t, steps) * c.step)
+            return _visible(ctx, t, own_key0 + zero, ctx.row(t, begin, steps))
 
         def by_query(which):
             part = shared.rows.at[slot, which]
@@ -115,7 +115,7 @@ def consume(ctx: Context, warpgroup):
             reference = lax.optimization_barrier(by_query(0)) if c.step == ROWS else None
             for values, part in zip(along_columns(shared.v, shared.v_tail, zero + warpgroup), do, strict=True):
                 plgpu.wgmma(dp_acc, values, part.transpose((1, 0)))
-            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=c.parts))
+            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=c.panels))
             if masked is not False and c.interpreted:
                 s = jnp.where(seen() | jnp.logical_not(masked), s, -jnp.inf)
             capped = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
@@ -153,7 +153,7 @@ def consume(ctx: Context, warpgroup):
             start_dq(dq_acc, t + c.slots - 1)
             _add_product(c, dv_acc, p, do, p_own)
             _add_product(c, dk_acc, ds, q, p_own)
-            store_dq(t, dq_acc, 2 * c.parts)
+            store_dq(t, dq_acc, 2 * c.panels)
             if c.eager:
                 plgpu.commit_smem()
                 publish_dq(t)
@@ -181,8 +181,7 @@ def consume(ctx: Context, warpgroup):
         _, first, last, steps = ctx.loop()
 
         def one(t, _):
-            i = ctx.order(t, steps)
-            step(t, (i < first) | (i >= last) if c.masked else False, dk_acc, dv_acc)
+            step(t, ctx.is_masked(t, first, last, steps) if c.masked else False, dk_acc, dv_acc)
 
         lax.fori_loop(0, steps * c.group, one, None)
         plgpu.wgmma_wait(0)
@@ -214,19 +213,27 @@ def consume(ctx: Context, warpgroup):
         _store(ctx, warpgroup, own_key0, dk_acc, dv_acc)
 
     def scope(*accs):
-        all_steps(accs[: c.parts], accs[c.parts :])
+        all_steps(accs[: c.panels], accs[c.panels :])
 
     widths = (ROWS, c.panel, ROWS, c.panel) if c.panel else (c.dim, c.value_dim)
     pl.run_scoped(scope, *(plgpu.ACC((ROWS, width), jnp.float32) for width in widths))
 
 
 def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
-    """dK and dV, by way of the shared memory of the keys and values, to global memory."""
+    """dK and dV, by way of the shared memory of the keys and values, to global memory.
+
+    What other CTAs add to stays in float32, for which that has no room: registers are stored.
+    """
     c, shared = ctx.c, ctx.shared
     if c.panel:
         _store_panels(ctx, warpgroup, key0, dk_acc, dv_acc)
         return
     [dk_acc], [dv_acc] = dk_acc, dv_acc
+    if c.parts > 1:
+        own = (ctx.part, ctx.batch, pl.ds(key0, ROWS), ctx.kv_head)
+        ctx.dv.at[own][...] = dv_acc[...]
+        ctx.dk.at[own][...] = dk_acc[...]
+        return
     shared.v.at[warpgroup][...] = dv_acc[...].astype(shared.v.dtype)
     dk = (dk_acc[...] * c.scale).astype(shared.k.dtype)
     for h in range(c.dim // ROWS):
@@ -294,4 +301,4 @@ def _visible(ctx: Context, t, key0, row0):
     if c.segments:
         mine = vector("q_ids", row0, 1)
         seen &= (mine == vector("kv_ids", key0, 0)) & (mine > 0)
-    return seen
+    return ctx.restrict(seen, t, key0)

@@ -86,7 +86,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     # Vectors are read in whole blocks, past the last row too.
     optional = mask_vectors(arrays, table.shape[1] * block, kv_len + step)
     if "padding" in arrays:
-        optional["padded"] = _any_in_step(optional["padding"], step)
+        optional["padded"] = any_in_step(optional["padding"], step)
     if "softmax_aux" in arrays:
         optional["sinks"] = arrays["softmax_aux"]
     c = ForwardConfig(
@@ -111,7 +111,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     return out[:, :q_len], lse[..., :q_len]
 
 
-def _any_in_step(flags: Array, step: int) -> Array:
+def any_in_step(flags: Array, step: int) -> Array:
     """Whether there is a flag in the step that begins at every eighth key: ``[B, keys / 8]``."""
     eights = jnp.pad(flags, ((0, 0), (0, -flags.shape[1] % CORE_ROWS))).reshape(flags.shape[0], -1, CORE_ROWS).max(2)
     window = step // CORE_ROWS

@@ -177,17 +177,26 @@ class QueryBlock:
     """A block of queries: which, where its loop over keys begins, and where what it reads and writes is.
 
     Counts of steps are read where they are used: kept over a loop they would take registers.
+
+    Attributes:
+        consecutive: whether the keys of its steps follow each other.
     """
 
+    consecutive = True
+
     def __init__(self, ctx: Context, item=None):
-        self.ctx, c = ctx, ctx.c
-        batches, blocks = ctx.q.shape[0], ctx.table.shape[1]
+        self.ctx = ctx
+        row = self._find(item, ctx.table.shape[1])
+        self._place(ctx.c, self.batch if ctx.table.shape[0] > 1 else 0, row)
+
+    def _find(self, item, blocks: int):
+        """Its batch entry and head from an item of the queue, and which of their ``blocks`` rows of the table it has."""
         if item is None:
             self.batch, self.head, row = (lax.axis_index(name) for name in ("batch", "head", "block"))
         else:
-            row, self.batch = divided(item, batches)
+            row, self.batch = divided(item, self.ctx.q.shape[0])
             self.head, row = divided(row, blocks)
-        self._place(c, self.batch if ctx.table.shape[0] > 1 else 0, row)
+        return row
 
     @staticmethod
     def count(ctx: Context):

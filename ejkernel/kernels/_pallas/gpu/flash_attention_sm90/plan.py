@@ -97,9 +97,9 @@ def pad_rows(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
-def pad_columns(x: Array, missing: int) -> Array:
-    """``missing`` columns of zeros behind a head's; copies only where there are any."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
+def pad_columns(x: Array, dim: int) -> Array:
+    """Zeros after the last of a head's dims; copies only where some are missing."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3]))) if x.shape[3] < dim else x
 
 
 def whole_tiles(row):
