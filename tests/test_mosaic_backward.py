@@ -247,7 +247,7 @@ def test_sums_have_an_order(name, size, step):
 
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+@pytest.mark.parametrize("dims", [SINGLE, PANELS, WIDE], ids=["single", "panels", "wide"])
 def test_traces_in_shard_map(dims, check_vma, segments):
     """JAX refuses warps of different roles where arrays vary over mesh axes: roles are then warpgroups."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
