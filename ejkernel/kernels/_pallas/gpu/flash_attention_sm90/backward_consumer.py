@@ -7,6 +7,7 @@ import functools
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig, Context
@@ -94,7 +95,7 @@ def consume(ctx: Context, warpgroup):
             if masked is not False and not c.interpreted:
                 # Where a pair does not count the sum starts at -inf, and stays there.
                 def mask():
-                    s_acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
+                    s_acc[...] = jnp.where(seen(), np.float32(0), np.float32(-np.inf))
 
                 mask() if masked is True else pl.when(masked)(mask)
 
