@@ -35,17 +35,18 @@ FATAL = ("CUDA_ERROR", "illegal memory access", "unspecified launch failure", "m
 def floats_of(case):
     """Names and shapes of the arrays that have gradients."""
     batch, length, heads, dim = (case[name] for name in ("batch", "length", "heads", "head_dim"))
-    keys = (batch, length, case.get("kv_heads", heads), dim)
-    shapes = {"query": (batch, length, heads, dim), "key": keys, "value": keys}
+    kv_length = case.get("kv_length", length)
+    keys = (batch, kv_length, case.get("kv_heads", heads))
+    shapes = {"query": (batch, length, heads, dim), "key": (*keys, dim), "value": (*keys, case.get("value_dim", dim))}
     if case.get("bias"):
-        shapes["bias"] = (1, heads, length, length)
+        shapes["bias"] = (1, heads, case.get("bias_rows", length), kv_length)
     if case.get("sinks"):
         shapes["softmax_aux"] = (heads, 1)
     return shapes
 
 
 def integers_of(case):
-    """Segment ids and offsets, as numpy arrays."""
+    """Segment ids, offsets and padding masks, as numpy arrays."""
     batch, length = case["batch"], case["length"]
     made = {}
     if count := case.get("segments"):
@@ -53,12 +54,26 @@ def integers_of(case):
         made["q_segment_ids"] = made["kv_segment_ids"] = np.broadcast_to(ids, (batch, length)).copy()
     if count := case.get("varlen"):
         made["cum_seqlens_q"] = made["cum_seqlens_k"] = np.arange(count + 1, dtype=np.int32) * (length // count)
+    if lengths := case.get("documents"):
+        made["cum_seqlens_q"] = made["cum_seqlens_k"] = np.cumsum([0, *lengths], dtype=np.int32)
+    if lengths := case.get("padded"):
+        seen = np.arange(case.get("kv_length", length)) < np.asarray(lengths)[:, None]
+        made["attention_mask"] = seen[:, None, None]
     return made
 
 
 def flops(case):
     whole = 4 * case["batch"] * case["heads"] * case["head_dim"] * case["length"] ** 2
     return whole / 2 if case["options"].get("causal") else whole
+
+
+def add_peers(peers, fa4):
+    """Make folders with tokamax and FlashAttention-4 importable beside this package; each may be None."""
+    sys.path.insert(1, str(Path(__file__).parents[1]))
+    if peers:
+        sys.path.append(str(peers))  # last: it may have upstream's ejkernel
+    if fa4:
+        sys.path[2:2] = [str(fa4), str(fa4 / "nvidia_cutlass_dsl" / "dsl_packages")]
 
 
 # JAX
@@ -80,9 +95,12 @@ def attention_of(implementation):
     else:
         from jax.nn import dot_product_attention
 
-    def attend(query, key, value, causal=False, sliding_window=None):
-        window = {"local_window_size": tuple(sliding_window)} if sliding_window else {}
-        return dot_product_attention(query, key, value, is_causal=causal, implementation=which, **window)
+    def attend(query, key, value, causal=False, sliding_window=None, attention_mask=None, **more):
+        if sliding_window:
+            more["local_window_size"] = tuple(sliding_window)
+        return dot_product_attention(
+            query, key, value, mask=attention_mask, is_causal=causal, implementation=which, **more
+        )
 
     return attend
 
@@ -102,6 +120,8 @@ class JaxJob:
             name: jax.ShapeDtypeStruct(s, jnp.float32 if name == "softmax_aux" else jnp.bfloat16)
             for name, s in floats_of(self.case).items()
         }
+        query, value = given["query"], given["value"]
+        self.dout = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), query.dtype)
         fixed = ("bias",) if self.case.get("bias") == "fixed" else ()
         self.floats = {name: x for name, x in given.items() if name not in fixed}
         self.rest = {name: x for name, x in given.items() if name in fixed}
@@ -123,7 +143,7 @@ class JaxJob:
         import jax
 
         rest = self.rest | {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in self.integers.items()}
-        return (self.floats, rest) if name == "forward" else (self.floats, rest, self.floats["query"])
+        return (self.floats, rest) if name == "forward" else (self.floats, rest, self.dout)
 
     def build(self):
         for name, program in self.programs.items():
@@ -145,8 +165,7 @@ class JaxJob:
         floats = {n: make(keys[n], x.shape, x.dtype) for n, x in self.floats.items()}
         rest = {n: make(keys[n], x.shape, x.dtype) for n, x in self.rest.items()}
         rest |= {name: jax.device_put(x) for name, x in self.integers.items()}
-        query = self.floats["query"]
-        return floats, rest, make(keys["dout"], query.shape, query.dtype)
+        return floats, rest, make(keys["dout"], self.dout.shape, self.dout.dtype)
 
     def answer(self):
         if "forward" in self.failures:
@@ -299,18 +318,38 @@ def _flex():
     return torch.compile(flex_attention)
 
 
+def flash_attention_4(case):
+    """Its function of query, key, value and sinks ``[H]``, where the case has them; packed ones are ``[T, H, D]``."""
+    import torch
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    options, integers = case["options"], integers_of(case)
+    given = {"causal": options.get("causal", False)}
+    if window := options.get("sliding_window"):
+        given["window_size"] = tuple(window)
+    if cap := options.get("logits_soft_cap"):
+        given["softcap"] = cap
+    attend = flash_attn_func
+    if "cum_seqlens_q" in integers:
+        offsets, longest = integers["cum_seqlens_q"], int(np.diff(integers["cum_seqlens_q"]).max())
+        given["cu_seqlens_q"] = given["cu_seqlens_k"] = torch.tensor(offsets, device="cuda")
+        given["max_seqlen_q"] = given["max_seqlen_k"] = longest
+        attend = flash_attn_varlen_func
+    if lengths := case.get("padded"):  # it takes no mask
+        given["seqused_k"] = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        attend = flash_attn_varlen_func
+
+    def run(q, k, v, sinks=None):
+        out = attend(q, k, v, learnable_sink=sinks, **given)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
 def torch_attention(implementation, case):
     causal, window = case["options"].get("causal", False), case["options"].get("sliding_window")
     if implementation.startswith("FlashAttention-4"):
-        from flash_attn.cute import flash_attn_func
-
-        sides = {"window_size": tuple(window)} if window else {}
-
-        def flash_attention_4(q, k, v):
-            out = flash_attn_func(q, k, v, causal=causal, **sides)
-            return out[0] if isinstance(out, tuple) else out
-
-        return flash_attention_4
+        return flash_attention_4(case)
     if implementation == "torch flex":
         from torch.nn.attention.flex_attention import create_block_mask
 

@@ -1,6 +1,11 @@
-"""Attention and its gradients from the definition, in float64 numpy: what benchmarks compare outputs with."""
+"""Attention and its gradients from the definition, in float64: what benchmarks compare outputs with."""
+
+import functools
 
 import numpy as np
+
+# The most logits that `in_blocks` holds at a time: half a gigabyte.
+MOST_LOGITS = 2**26
 
 
 def reference(case, floats, integers, dout):
@@ -65,6 +70,66 @@ def visible(case, integers):
         ids = np.searchsorted(integers["cum_seqlens_q"], place, "right")
         seen = seen & (ids[:, None] == ids)
     return seen
+
+
+def in_blocks(case, shapes):
+    """The same for lengths whose logits do not fit, compiled for JAX's default device: a block of queries at a time.
+
+    `shapes` are those of the floats by name, of one key head and its query heads. Returns a function of floats,
+    integers and the output's cotangent; gradients are JAX's. No dropout.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    batch, length, heads, dim = shapes["query"]
+    keys, value_dim = shapes["value"][1], shapes["value"][-1]
+    most = max(1, MOST_LOGITS // (batch * heads * keys))
+    rows = max(n for n in range(1, length + 1) if length % n == 0 and n <= most)
+    options = case["options"]
+    left, right = options.get("sliding_window") or (None, None)
+
+    def block(floats, integers, start):
+        """The output of some rows, ``[B, rows, H, Dv]``."""
+        q = jax.lax.dynamic_slice_in_dim(floats["query"], start, rows, 1)
+        k, v = floats["key"][:, :, 0], floats["value"][:, :, 0]
+        scores = jnp.einsum("bqhd,bkd->bhqk", q, k) * dim**-0.5
+        if cap := options.get("logits_soft_cap"):
+            scores = cap * jnp.tanh(scores / cap)
+        if "bias" in floats:
+            bias = floats["bias"]
+            whole = bias.shape[2] == 1
+            scores += bias if whole else jax.lax.dynamic_slice_in_dim(bias, start, rows, 2)
+        place, row = jnp.arange(keys), start + jnp.arange(rows)[:, None]
+        distance = place - row - (keys - length)
+        seen = jnp.ones((rows, keys), bool)
+        if options.get("causal"):
+            seen &= distance <= 0
+        if left is not None:
+            seen &= (distance >= -left) & (distance <= right)
+        if "cum_seqlens_q" in integers:
+            ids = jnp.searchsorted(integers["cum_seqlens_q"], place, side="right")
+            seen &= ids[row] == ids
+        if "attention_mask" in integers:
+            seen = seen & integers["attention_mask"]
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if "softmax_aux" in floats:
+            sinks = jnp.broadcast_to(floats["softmax_aux"][:, None], (batch, heads, rows, 1))
+            scores = jnp.concatenate([scores, sinks], -1)
+        weights = jax.nn.softmax(scores, -1)[..., :keys]
+        return jnp.einsum("bhqk,bkd->bqhd", weights, v)
+
+    def forward(floats, integers):
+        one = jax.checkpoint(functools.partial(block, floats, integers))
+        blocks = jax.lax.map(one, jnp.arange(0, length, rows))
+        return jnp.moveaxis(blocks, 0, 1).reshape(batch, length, heads, value_dim)
+
+    @jax.jit
+    def both(floats, integers, dout):
+        floats, dout = jax.tree.map(lambda x: x.astype(jnp.float64), (floats, dout))
+        out, back = jax.vjp(lambda floats: forward(floats, integers), floats)
+        return out, back(dout)[0]
+
+    return both
 
 
 def kept(case):

@@ -11,7 +11,6 @@ import argparse
 import functools
 import itertools
 import json
-import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -199,14 +198,8 @@ def main():
     arguments = parser.parse_args()
     parts = [part for part in PARTS if part in arguments.parts.split(",")]
     options = types.SimpleNamespace(only_dims=[int(x) for x in arguments.dims.split(",")], shrink=arguments.shrink)
-    sys.path.insert(1, str(Path(__file__).parents[1]))
-    names = [OURS, CUDNN]
-    if arguments.peers:
-        sys.path.append(str(arguments.peers))  # last: it may have upstream's ejkernel
-        names.append(TOKAMAX)
-    if arguments.fa4:
-        sys.path[2:2] = [str(arguments.fa4), str(arguments.fa4 / "nvidia_cutlass_dsl" / "dsl_packages")]
-        names.append(FA4)
+    child.add_peers(arguments.peers, arguments.fa4)
+    names = [OURS, CUDNN] + [TOKAMAX] * bool(arguments.peers) + [FA4] * bool(arguments.fa4)
 
     import jax
 

@@ -1,24 +1,29 @@
 """Write the parts of the docs that come from the code: tables of features and devices, read from each kernel's Support.
 
 `features.md` is written whole; a page in `operations/` gets its table after a line `<!-- features: NAME -->`, and the README
-its table of devices between `<!-- devices -->` and `<!-- /devices -->`.
+its table of devices between `<!-- devices -->` and `<!-- /devices -->`. `models.md` gets what was measured, between
+`<!-- models -->` and `<!-- /models -->`, from the file of `benchmarks/models_gpu.py`, if that is there.
 
 python docs/generate.py            write
 python docs/generate.py --check    fail if a file is not current
 """
 
+import json
 import re
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # this tree, whatever is installed
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "benchmarks")]  # this tree, whatever is installed
+
+import models_tables
 
 from ejkernel import Platform, kernel_registry
 from ejkernel.callib import CHIPS
 from ejkernel.contracts.device import describe
 
 README = HERE.parent / "README.md"
+MODELS = HERE.parent / "benchmarks" / "results" / "models_h200.json"
 
 NAMES = {
     Platform.XLA: "XLA",
@@ -121,8 +126,22 @@ def operation_page(text: str) -> str:
 
 def readme(text: str) -> str:
     """The README with its table of devices filled in."""
-    begin, end = "<!-- devices -->\n", "<!-- /devices -->"
-    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}{device_table()}\n{end}", text, flags=re.DOTALL)
+    return between("devices", f"{device_table()}\n", text)
+
+
+def between(name: str, part: str, text: str) -> str:
+    """A page with what stands between the markers of a name replaced."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}{part}{end}", text, flags=re.DOTALL)
+
+
+def models(text: str) -> str:
+    """The page of models' calls with what was measured, nothing if it was not."""
+    if not MODELS.exists():
+        return between("models", "", text)
+    plot = MODELS.with_suffix(".png")
+    image = f"\n![speed over the best peer's](../{plot.relative_to(HERE.parent)})\n" if plot.exists() else ""
+    return between("models", f"{models_tables.markdown(json.loads(MODELS.read_text()))}\n{image}", text)
 
 
 def pages() -> dict[Path, str]:
@@ -131,6 +150,7 @@ def pages() -> dict[Path, str]:
     return {
         README: readme(README.read_text()),
         HERE / "features.md": features(),
+        HERE / "models.md": models((HERE / "models.md").read_text()),
         **{path: operation_page(path.read_text()) for path in operations},
     }
 

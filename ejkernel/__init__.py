@@ -22,6 +22,7 @@ _HOMES = {
     "autotune": "ejkernel.ops.config.autotune",
     "blocksparse_attention": "ejkernel.ops.blocksparse_attention",
     "explain": "ejkernel.ops.core.explain",
+    "export_checks": "ejkernel.ops.core.export",
     "flash_attention": "ejkernel.ops.flash_attention",
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
     "kernel_registry": "ejkernel.contracts.registry",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.autotune import autotune
     from ejkernel.ops.config.context import overlay, target
     from ejkernel.ops.core.explain import explain
+    from ejkernel.ops.core.export import export_checks
     from ejkernel.ops.flash_attention import flash_attention
     from ejkernel.ops.grouped_matmul import grouped_matmul
     from ejkernel.ops.mean_pooling import mean_pooling

@@ -53,6 +53,7 @@ def example(name, *, batch=2, q_len=48, kv_len=48, heads=2, kv_heads=2, dim=8, v
             density=0.5, segments=False, sinks=0, features=(), slow_interpreted=True, **statics):  # fmt: skip
     """``mask_heads``: 0 for one mask, 1 for one a head, 2 for one a batch entry and head."""
     grid = -(-q_len // blocks[0]), -(-kv_len // blocks[1])
+    uneven = any(size < length and size % 64 for length, size in zip((q_len, kv_len), blocks, strict=True))
     mask_shape = {0: grid, 1: (heads, *grid), 2: (batch, heads, *grid)}[mask_heads]
 
     def make(rng):
@@ -77,7 +78,9 @@ def example(name, *, batch=2, q_len=48, kv_len=48, heads=2, kv_heads=2, dim=8, v
         reference,
         statics={"block_size": blocks if blocks[0] != blocks[1] else blocks[0], **statics},
         differentiable=("query", "key", "value", "softmax_aux"),
-        features=frozenset(features) | ({"head_masks"} if mask_heads else set()),
+        features=frozenset(features)
+        | ({"head_masks"} if mask_heads else set())
+        | ({"uneven_blocks"} if uneven else set()),
         batch={**axes, **({"sparsity_mask": 0} if mask_heads == 2 else {})},
         keep=frozenset({"softmax_aux"}),
         slow_interpreted=slow_interpreted,

@@ -17,6 +17,7 @@ from tolerances import assert_close
 from ejkernel import BwdParams, explain, flash_attention, kernel_registry, target
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import (
     backward,
+    backward_order,
     backward_wide,
     backward_wide_keys,
     backward_wide_queries,
@@ -70,6 +71,8 @@ CALLS = {
     "packed": ({}, {"causal": True, "cum_seqlens_q": CUTS, "cum_seqlens_k": CUTS}),
     "float16": ({"dtype": "float16"}, {"causal": True}),
     "two groups": ({"heads": 4, "kv_heads": 2}, {"causal": True}),
+    # So many queries that several CTAs share a block of keys, each with some of the heads.
+    "divided heads": ({"q_len": 2100, "kv_len": 300, "heads": 8}, {}),
 }
 
 
@@ -114,7 +117,7 @@ def check_interpreted(shape, options, capfd, *, params=None, spoil=lambda arrays
 
 @interpreted
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", some(CALLS, *ONE_A_FEATURE))
+@pytest.mark.parametrize("name", some([name for name in CALLS if name != "divided heads"], *ONE_A_FEATURE))
 @pytest.mark.parametrize(
     "dims", some([SINGLE, (128, 128), WIDE], (128, 128), WIDE), ids=["single", "single at 128", "wide"]
 )
@@ -127,11 +130,35 @@ def test_interpreted(name, dims, capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
-    [(32, 32), (96, 96), (96, 64), (128, 128), (128, 64), (160, 32), (192, 128), (224, 224), (256, 256)],
+    [
+        (32, 32),
+        (96, 96),
+        (96, 64),
+        (128, 128),
+        (128, 64),
+        (160, 32),
+        (192, 128),
+        (224, 224),
+        (256, 256),
+        (24, 56),
+        (72, 72),
+        (80, 64),
+        (120, 120),
+    ],
     ids=str,
 )
 def test_interpreted_at_other_head_dims(dims, capfd):
     check_interpreted({"q_len": 130, "kv_len": 200, "dims": dims}, {"causal": True}, capfd)
+
+
+@interpreted
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dims", some([SINGLE, (128, 128), (128, 64)], SINGLE), ids=str)
+def test_heads_of_a_group_divided_among_ctas(dims, monkeypatch, capfd):
+    monkeypatch.setattr(backward_order, "ENOUGH_QUERIES", 0)
+    monkeypatch.setattr(backward_order, "MOST_HEADS", {64: 2, 128: 2})
+    shape = {"q_len": 150, "kv_len": 200, "batch": 2, "heads": 8, "kv_heads": 2, "dims": dims}
+    check_interpreted(shape, {"causal": True}, capfd)
 
 
 @interpreted
@@ -321,10 +348,20 @@ for name in {names!r}:
 SPILLS = [
     (
         (64, 64),
-        ["plain", "whole blocks", "causal", "window", "two-sided window", "segments", "packed", "soft cap"],
+        [
+            *("plain", "whole blocks", "causal", "window", "two-sided window", "segments", "packed", "soft cap"),
+            "divided heads",
+        ],
         112,
     ),
-    ((128, 128), ["plain", "whole blocks", "causal", "more keys", "window", "segments", "packed", "soft cap"], 64),
+    (
+        (128, 128),
+        [
+            *("plain", "whole blocks", "causal", "more keys", "window", "segments", "packed", "soft cap"),
+            "divided heads",
+        ],
+        64,
+    ),
     ((128, 64), ["causal"], 0),
     ((96, 96), ["causal"], 0),
     ((192, 128), ["causal"], 0),
@@ -384,7 +421,9 @@ def test_the_slope_is_not_summed_where_it_is_packed(dims, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
 def test_on_a_gpu(name, dims):
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
     if explain("flash_attention", x, x, x, platform="pallas").chosen is None:

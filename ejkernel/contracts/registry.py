@@ -23,7 +23,11 @@ Params = TypeVar("Params", FwdParams, BwdParams)
 BUILTIN = {
     "blocksparse_attention": (
         "ejkernel.ops.blocksparse_attention",
-        ("ejkernel.kernels._xla.blocksparse_attention", "ejkernel.kernels._triton.blocksparse_attention"),
+        (
+            "ejkernel.kernels._xla.blocksparse_attention",
+            "ejkernel.kernels._triton.blocksparse_attention",
+            "ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.attention",
+        ),
     ),
     "flash_attention": (
         "ejkernel.ops.flash_attention",

@@ -24,6 +24,7 @@ from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
     Window,
+    attention_axes,
     effective_window,
     joined_sinks,
     nbytes,
@@ -139,6 +140,11 @@ class _Grid(NamedTuple):
     sizes: tuple[int, int]
     parts: tuple[int, int]
 
+    @property
+    def uneven(self) -> bool:
+        """Whether an axis has several blocks that are no multiples of 64 positions, the rows of a GPU's products."""
+        return any(size < length and size % 64 > 0 for length, size in zip(self.lengths, self.sizes, strict=True))
+
     def visibility(self, mask: Any, window: Window) -> tuple[Any, Any]:
         """Of the kernels' blocks: which are kept and may hold visible pairs, ``[B|1, H|1, nq, nk]``; which hold no others."""
         (q_len, kv_len), (q_size, kv_size) = self.lengths, self.sizes
@@ -161,12 +167,14 @@ class BlockSparseSpec:
     """What to compute, beside the arrays; ``window`` and the rest as in ``FlashSpec``.
 
     Kernels work with the blocks of ``grid.sizes``, at most ``LARGEST_BLOCK`` positions where the mask's blocks divide.
+    ``roomy``: each list has room for all blocks, as those of a traced mask have, so that lists begin at equal distances.
     """
 
     grid: _Grid
     window: Window
     softmax_scale: float
     logits_soft_cap: float | None
+    roomy: bool
 
 
 def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
@@ -231,10 +239,13 @@ class BlockSparseAttention(Operation):
         "value_dim": "values of another head dim than the keys",
         "cross": "queries and keys of different lengths",
         "head_masks": "a mask of its own for each head",
+        "uneven_blocks": "several blocks that are no multiples of 64 positions",
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"blocks", "softmax_aux"})
+    # Lists that differ between heads make a loop over heads, for which the compiler gathers them.
+    self_partitioning = False
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, and a mask that has values gets its list of blocks."""
@@ -259,6 +270,7 @@ class BlockSparseAttention(Operation):
             window=_window(a["causal"], a["sliding_window"], max(q_len, kv_len)),
             softmax_scale=_check.scale(a["softmax_scale"], head_dim),
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
+            roomy=not isinstance(mask, Listed),
         )
         used = {
             "causal": (a["causal"], "causal"),
@@ -270,6 +282,7 @@ class BlockSparseAttention(Operation):
             "value_dim": (head_dim != value_dim, f"value head dim {value_dim} beside {head_dim}"),
             "cross": (q_len != kv_len, f"query length {q_len} beside key length {kv_len}"),
             "head_masks": (mask.ndim > 2, f"a mask of shape {list(mask.shape)}"),
+            "uneven_blocks": (grid.uneven, f"blocks of {' × '.join(map(str, grid.sizes))}"),
             "lse": (a["return_lse"], "return_lse"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
@@ -292,7 +305,7 @@ class BlockSparseAttention(Operation):
                 ("kv_len", power_of_two(kv_len)),
                 ("listed_len", _room(mask)),
                 ("window", window_words(spec.window)),
-                ("features", " ".join(sorted(features.keys() - {"lse"}))),
+                ("features", " ".join(sorted(features.keys() - {"lse", "uneven_blocks"}))),
             ),
         )
 
@@ -308,6 +321,19 @@ class BlockSparseAttention(Operation):
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
         return arrays
+
+    def axes(self, arrays: dict[str, Any], spec: BlockSparseSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch and heads, and lists that have room for every block of each head."""
+        named, results = attention_axes()
+        lists = "kgr" if spec.roomy and arrays["blocks"].start.shape[1] > 1 else "."
+        return {**named, "blocks": Blocks("b kg", "b kg", "b kg", f"b {lists}")}, results
+
+    def localise(self, arrays: dict[str, Any], spec: BlockSparseSpec, index: Any) -> dict[str, Any]:
+        """The lists of a device's first head begin where its part does."""
+        blocks = arrays["blocks"]
+        if not spec.roomy:
+            return arrays
+        return {**arrays, "blocks": blocks._replace(start=blocks.start - blocks.start[:, :1, :1])}
 
     def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
         """A plain function gets the mask itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,6 +93,8 @@ class GroupedMatmul(Operation):
         "preferred_element_type": "a result of another dtype than the operands",
     }
     gradients = ("a", "b")
+    # A loop over groups cuts rows anywhere.
+    self_partitioning = False
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
@@ -214,6 +217,20 @@ class GroupedMatmul(Operation):
                 mode="clip", wrap_negative_indices=False
             )
         return {"a": a[None], "b": b[None], "bounds": bounds[None]}
+
+    def axes(self, arrays: dict[str, Any], spec: GroupedSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch, groups, rows and columns; the groups of a ragged product stay together, for each row must find its own."""
+        if "bounds" in arrays:
+            return {"a": "b m", "b": "b . n" if spec.transpose_b else "b . . n"}, ("b m n", "b")
+        return {"a": "b g m", "b": "b g n" if spec.transpose_b else "b g . n"}, ("b g m n", "b")
+
+    def localise(self, arrays: dict[str, Any], spec: GroupedSpec, index: Callable[[str], Any]) -> dict[str, Any]:
+        """Bounds count from the first row that a device has."""
+        if "bounds" not in arrays:
+            return arrays
+        rows = arrays["a"].shape[1]
+        bounds = jnp.clip(arrays["bounds"] - jnp.asarray(index("m"), jnp.int32) * rows, 0, rows)
+        return {**arrays, "bounds": bounds}
 
     def _shape(self, arguments: dict[str, Any]) -> tuple[int, ...]:
         """The result's."""

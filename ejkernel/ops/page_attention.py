@@ -136,6 +136,8 @@ class PageAttention(Operation):
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
+    # The gradients of pages that all sequences share are added up page by page.
+    self_partitioning = False
     # Which kernel is faster depends on whether sequences fill the chip: shipped times tell nothing of far smaller batches.
     farthest = 2.0
     shareable = frozenset({"key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"})
@@ -244,6 +246,15 @@ class PageAttention(Operation):
                 factor = jnp.asarray(a[name]).astype(statistics_dtype(query))
                 arrays[name] = jnp.broadcast_to(factor, (1, kv_heads))
         return arrays
+
+    def axes(self, arrays: dict[str, Any], spec: PageSpec) -> tuple[dict[str, Any], tuple]:
+        """Heads, and sequences where each has one token; the pages are the sequences' together."""
+        sequences = "." if "query_starts" in arrays else "b"
+        tokens = f"e {sequences}"
+        named = {"query": f"{tokens} kg", "query_starts": "e", "softmax_aux": "e kg"}
+        named |= dict.fromkeys(("context_lens", "block_tables"), tokens)
+        named |= dict.fromkeys(("key_cache", "value_cache"), ". . k") | dict.fromkeys(("k_scale", "v_scale"), "e k")
+        return named, (f"{tokens} kg", f"{tokens} kg")
 
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Zeros where there is no sequence, no page or no room in the table."""

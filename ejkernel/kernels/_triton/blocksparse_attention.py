@@ -204,6 +204,7 @@ register(
         "value_dim",
         "cross",
         "head_masks",
+        "uneven_blocks",
         "lse",
     },
     gradients={"query", "key", "value", "softmax_aux"},

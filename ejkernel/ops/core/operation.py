@@ -49,6 +49,7 @@ class Operation:
         outside: arguments that the operation's function deals with itself.
         undemanding: features that ask no more of a kernel's registers and memory: parameters measured with and without
             them serve each other.
+        self_partitioning: whether the compiler partitions the XLA kernels by batch and heads by itself, without gathering.
         farthest: how far a call may be, in powers of two of its sizes, from one whose shipped times count for it.
 
     A prepared array may be a tree of arrays; its name then stands for all of them.
@@ -62,6 +63,7 @@ class Operation:
     gradients: tuple[str, ...]
     shareable: frozenset[str] = frozenset()
     undemanding: frozenset[str] = frozenset()
+    self_partitioning: bool = True
     farthest: float = math.inf
     runs_on: str = ""
     outside: frozenset[str] = frozenset()
@@ -119,6 +121,17 @@ class Operation:
     ) -> dict[str, Any]:
         """The gradients by name, from the forward's pair and its cotangents."""
         return chosen.backward(wanted, arrays, spec, *rest)
+
+    def axes(self, arrays: dict[str, Any], spec: Any) -> tuple[dict[str, Any], tuple]:
+        """The axes of prepared arrays, by name, and of a kernel's pair, along which a mesh may cut them; see ``partition``.
+
+        Arrays that are not named can be cut along their batch, ``"b"``.
+        """
+        return {}, ("b", "b")
+
+    def localise(self, arrays: dict[str, Any], spec: Any, index: Callable[[str], Any]) -> dict[str, Any]:
+        """A device's part of the arrays, where what they hold depends on which part it is; ``index``: which, by letter."""
+        return arrays
 
     def folds(self, names: frozenset[str]) -> bool:
         """Whether a vmap folds into the batch axis when these arrays are vmapped, or have gradients; else it is a loop."""

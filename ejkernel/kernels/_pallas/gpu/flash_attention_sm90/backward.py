@@ -34,7 +34,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import (
     blocks_per_round,
     heads_together,
     started,
-    started_before,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import (
     BackwardConfig,
@@ -62,9 +61,13 @@ def call(
     visitors,
     optional: dict[str, Any],
     *,
+    context_type: type[Context] = Context,
     interpret: Any = False,
 ):
     """``dQ`` in float32, without the scale, ``dK`` and ``dV``.
+
+    Where several CTAs share a block of keys, ``dK`` and ``dV`` are what each of them has, in float32, and ``dK`` is without
+    the scale: ``[parts, B, blocks · keys, Hkv, D]``.
 
     ``rows``: ``[B, H, 2, Sq]``, minus the lse in base 2, -inf where a row sees nothing, and minus the slope; ``table``:
     ``[B|1, blocks of keys, 4]``, see ``visibility.table``; ``visitors``: for each step of queries the first and the
@@ -82,20 +85,28 @@ def call(
     def entry(*refs):
         of_masks = dict(zip(names, refs[count:inputs], strict=True))
         dq, dk, dv, *shared = refs[inputs:]
-        _cta(c, Inputs(*refs[:count]), of_masks, dq, dk, dv, Shared(*shared))
+        _cta(c, Inputs(*refs[:count]), of_masks, dq, dk, dv, Shared(*shared), context_type)
 
-    together = heads_together(c, batch * kv_heads, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
+    slices = batch * kv_heads * c.parts
+    together = heads_together(c, slices, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
     dq_shape = (batch, q_len, heads, c.dim)
+
+    def of_keys(like):
+        if c.parts == 1:
+            return jax.ShapeDtypeStruct(like.shape, like.dtype)
+        shape = (c.parts, batch, blocks * c.consumers * ROWS, kv_heads, like.shape[3])
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     run = plgpu.kernel(
         entry,
         out_type=(
             jax.ShapeDtypeStruct((blocks, *dq_shape) if c.interpreted else dq_shape, jnp.float32),
-            jax.ShapeDtypeStruct(key.shape, key.dtype),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            of_keys(key),
+            of_keys(value),
         ),
         scratch_types=list(shared_memory(c, query.dtype)),
         # The last is the fastest: blocks of keys start in order, each after all that it may wait for.
-        grid=(batch * kv_heads // together, blocks, together),
+        grid=(slices // together, blocks, together),
         grid_names=("heads", "block", "head"),
         num_threads=c.consumers + (1 if c.warps else 1 + c.writers),
         thread_name="warpgroup",
@@ -107,17 +118,22 @@ def call(
     return vary_as(run(query, key, value, dout, rows, table, visitors, *optional.values()), query)
 
 
-def _cta(c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv, shared: Shared):
+def _cta(
+    c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv, shared: Shared, context_type: type[Context]
+):
     """The roles of one CTA."""
     nth, blocks = lax.axis_index("block"), inputs.table.shape[1]
     block = started(nth, c.round, blocks)
     head = lax.axis_index("heads") * lax.axis_size("head") + lax.axis_index("head")
+    part = None
+    if c.parts > 1:
+        head, part = lax.div(head, jnp.int32(c.parts)), lax.rem(head, jnp.int32(c.parts))
     kv_heads = inputs.k.shape[2]
     batch, kv_head = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
     warpgroup = lax.axis_index("warpgroup")
     key0 = block * (c.consumers * ROWS)
     counters = None if c.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR(_counters(c, inputs.q)))
-    ctx = Context(c, inputs, optional, dq, dk, dv, shared, counters, nth, block, batch, kv_head, key0)
+    ctx = context_type(c, inputs, optional, dq, dk, dv, shared, counters, nth, block, batch, kv_head, part, key0)
 
     services = [functools.partial(_produce, ctx), *(functools.partial(_write, ctx, i) for i in range(c.writers))]
     if c.warps:
@@ -157,7 +173,7 @@ def _produce(ctx: Context):
     begin, _, _, steps = ctx.loop()
     total = steps * c.group
     for r in range(c.consumers):
-        keys = (ctx.batch, pl.ds(ctx.key0 + r * ROWS, ROWS), ctx.kv_head)
+        keys = (ctx.batch, pl.ds(ctx.key_row(r), ROWS), ctx.kv_head)
         for h in range(c.dim // ROWS):
             plgpu.copy_gmem_to_smem(inputs.k.at[(*keys, pl.ds(h * ROWS, ROWS))], shared.k.at[r, h], shared.kv_ready)
         plgpu.copy_gmem_to_smem(inputs.v.at[keys], shared.v.at[r], shared.kv_ready)
@@ -204,10 +220,10 @@ def _write(ctx: Context, writer: int):
 
         @pl.when(n > 0)
         def _add():
-            head, row0 = ctx.place(n - 1, begin, steps)
+            t = n - 1
+            head, row0 = ctx.place(t, begin, steps)
             step = lax.div(row0, jnp.int32(c.step))
-            visitors = (ctx.inputs.visitors[ctx.table_batch, step, i] for i in range(2))
-            earlier = started_before(ctx.nth, c.round, ctx.inputs.table.shape[1], *visitors)
+            earlier = ctx.earlier(t, step)
 
             def copy(**how):
                 for part in range(c.consumers):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, ForwardConfig, QueryBlock
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import start_pv, start_qk
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
@@ -19,8 +20,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     reduce_rows,
     request_retry,
     rescale_rows,
-    start_pv,
-    start_qk,
     wait_for_products,
 )
 from ejkernel.kernels.common.softmax import LOG2E
@@ -45,25 +44,44 @@ def consume_all(ctx: Context, warpgroup):
         plgpu.barrier_wait(ctx.shared.q_ready.at[warpgroup])
 
     def one(carry):
-        item, nth, first_slot, parity = carry
+        item, nth, first_slot, parity, *careful = carry
         block = ctx.block(item)
-        first_slot = consume(ctx, block, warpgroup, first_slot, nth if c.speculative else None)
-        wait_for_queries()
-        if c.speculative:
-            retry = ctx.retry_requested(nth)
+        if not c.speculative:
+            first_slot = consume(ctx, block, warpgroup, first_slot)
+            wait_for_queries()
+            return ctx.shared.item[1 - parity, 0], nth + 1, first_slot, 1 - parity
+        (careful,) = careful
+        after = ctx.slot(first_slot + block.steps + 1)
 
-            @pl.when(retry)
-            def _():
-                consume(ctx, block, warpgroup, first_slot)
-                wait_for_queries()
+        @pl.when(careful == 0)
+        def _():
+            consume(ctx, block, warpgroup, first_slot, nth)
+            wait_for_queries()
 
-            retry = retry.astype(jnp.int32)
-            first_slot, nth = ctx.slot(first_slot + retry * (block.steps + 1)), nth + retry
-        return ctx.shared.item[1 - parity, 0], nth + 1, first_slot, 1 - parity
+        # A block without speculation sets no flag.
+        retry = ctx.retry_requested(nth)
+        again = retry | (careful > 0)
+
+        @pl.when(again)
+        def _():
+            consume(ctx, block, warpgroup, jnp.where(retry, after, first_slot))
+            wait_for_queries()
+
+        # Outliers are rarely in one block alone: what follows a repeated block is not computed speculatively.
+        repeats = retry.astype(jnp.int32)
+        first_slot = ctx.slot(after + repeats * (block.steps + 1))
+        return (
+            ctx.shared.item[1 - parity, 0],
+            nth + 1 + repeats,
+            first_slot,
+            1 - parity,
+            again.astype(jnp.int32),
+        )
 
     wait_for_queries()
     zero = jnp.int32(0)
-    lax.while_loop(lambda carry: carry[0] < ctx.items, one, (ctx.shared.item[0, 0], zero, zero, zero))
+    state = (ctx.shared.item[0, 0], zero, zero, zero) + ((zero,) if c.speculative else ())
+    lax.while_loop(lambda carry: carry[0] < ctx.items, one, state)
 
 
 def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
@@ -83,7 +101,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
 
     # The upper bound of a static mask is known for every row: each warpgroup has its own and leaves out what only
     # others see.
-    own_end = c.tail and c.right is not None and not (c.packed or c.segments)
+    own_end = block.consecutive and c.tail and c.right is not None and not (c.packed or c.segments)
 
     def steps_before(part):
         if not own_end or part < 2 or (part == 2 and not c.full):

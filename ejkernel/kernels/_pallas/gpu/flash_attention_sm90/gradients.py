@@ -17,6 +17,7 @@ from jax import Array
 from ejkernel.contracts.params import BwdParams
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single_kernel
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward_wide_keys, backward_wide_queries
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import head_parts
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
@@ -31,6 +32,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     padded,
     segment_ids,
     statics,
+    whole_columns,
     whole_tiles,
 )
 from ejkernel.kernels.common import visibility
@@ -55,17 +57,11 @@ def backward(
     """
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
-    rows, keys = (-(-x.shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for x in (query, key))
-    # A row that sees nothing, or lies past the end, weighs nothing.
-    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    widths = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
+    arrays, dout = {**arrays, **{name: whole_columns(arrays[name]) for name in widths}}, whole_columns(dout)
+    query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
-    if in_one:
-        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
-    else:
-        by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
-    inputs = [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)]
-    optional = mask_vectors(arrays, rows, keys)
+    inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
     of_kernels = wanted - {"softmax_aux"}
     grads = {}
     if of_kernels and in_one:
@@ -73,13 +69,26 @@ def backward(
         grads = _all_at_once(arrays, spec, params, inputs, optional, interpret)
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, optional, of_kernels, interpret)
-    grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
+    grads = {name: x[:, : arrays[name].shape[1], :, : widths[name]] for name, x in grads.items()}
     if dropped:
         before = ((0, 0), (dropped, 0), (0, 0), (0, 0))
         grads |= {name: jnp.pad(grads[name], before) for name in ("key", "value") if name in grads}
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}
+
+
+def kernel_inputs(arrays: dict[str, Array], dout: Array, lse: Array, slope: Array, in_one: bool):
+    """What the kernels read of tensors and rows, and the arrays that masks read; ``in_one``: for the single kernel."""
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    rows, keys = (-(-x.shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for x in (query, key))
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    if in_one:
+        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
+    else:
+        by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
+    return [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)], mask_vectors(arrays, rows, keys)
 
 
 def weight_exponent(dtype: Any) -> int:
@@ -105,6 +114,10 @@ def ascending(dim: int, right: int | None) -> bool:
 def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -> dict[str, Array]:
     dim, step = arrays["query"].shape[3], params.q_blocksize
     table, (head, tail), visitors, visited = _visits(arrays, spec, params.kv_blocksize, step)
+    of_call = statics(arrays, spec)
+    parts = 1
+    if not {"kv_start", "q_segment_ids"} & arrays.keys():
+        parts = head_parts(dim, of_call["group"], spec.window, arrays["query"].shape[1])
     c = BackwardConfig(
         consumers=params.num_warps // WARPS_PER_WARPGROUP,
         step=step,
@@ -112,13 +125,16 @@ def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -
         head=head,
         tail=tail,
         ascending=ascending(dim, spec.window[1]),
+        parts=parts,
         interpreted=bool(interpret),
-        **statics(arrays, spec),
+        **{**of_call, "group": of_call["group"] // parts},
     )
     dq, dk, dv = single_kernel.call(c, *inputs, table, visitors, optional, interpret=interpret)
     if interpret:
         dq = jnp.where(_by_row(visited, step, dq.shape[2]), dq, 0).sum(0)
     seen = _by_row(visited.any(1), step, dq.shape[1])
+    if parts > 1:
+        dk, dv = ((x.sum(0) * factor).astype(arrays["key"].dtype) for x, factor in ((dk, c.scale), (dv, 1.0)))
     return {"query": jnp.where(seen, dq * c.scale, 0).astype(dk.dtype), "key": dk, "value": dv}
 
 
