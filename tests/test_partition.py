@@ -346,7 +346,7 @@ SPREAD = {
         **dict.fromkeys(("sparsity_mask", "q_segment_ids", "kv_segment_ids"), P("data")),
     },
 }
-IN_SHORT = ("grouped_matmul-ragged", "mean_pooling-integer_mask", "recurrent-lstm", "page_attention-everything")
+IN_SHORT = ("grouped_matmul-ragged", "recurrent-lstm")
 
 
 @pytest.mark.parametrize(
