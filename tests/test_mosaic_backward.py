@@ -130,7 +130,21 @@ def test_interpreted(name, dims, capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
-    [(32, 32), (96, 96), (96, 64), (128, 128), (128, 64), (160, 32), (192, 128), (224, 224), (256, 256)],
+    [
+        (32, 32),
+        (96, 96),
+        (96, 64),
+        (128, 128),
+        (128, 64),
+        (160, 32),
+        (192, 128),
+        (224, 224),
+        (256, 256),
+        (24, 56),
+        (72, 72),
+        (80, 64),
+        (120, 120),
+    ],
     ids=str,
 )
 def test_interpreted_at_other_head_dims(dims, capfd):
@@ -407,7 +421,9 @@ def test_the_slope_is_not_summed_where_it_is_packed(dims, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
 def test_on_a_gpu(name, dims):
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
     if explain("flash_attention", x, x, x, platform="pallas").chosen is None:

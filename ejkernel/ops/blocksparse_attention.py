@@ -19,6 +19,7 @@ from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.registry import Implementation
 from ejkernel.contracts.support import Backend, Platform
+from ejkernel.kernels.common.block_lists import Blocks, list_blocks
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
@@ -110,22 +111,6 @@ def _window(causal: Any, sliding_window: Any, longest: int) -> Window:
     return effective_window(_check.window("sliding_window", given), _check.flag("causal", causal), longest)
 
 
-class Blocks(NamedTuple):
-    """The blocks that a mask keeps and that causality and the window leave something of.
-
-    Attributes:
-        start: int32 ``[B|1, H|1, nq]``, where the list of each block of queries begins in ``index``.
-        full: how many of them are wholly visible and need no mask; they come first.
-        count: how many there are.
-        index: int32 ``[B|1, length]``, blocks of keys; what follows the last list is not to be read.
-    """
-
-    start: Any
-    full: Any
-    count: Any
-    index: Any
-
-
 class Listed(NamedTuple):
     """A mask that had values when the call was made, and its blocks."""
 
@@ -154,6 +139,11 @@ class _Grid(NamedTuple):
     lengths: tuple[int, int]
     sizes: tuple[int, int]
     parts: tuple[int, int]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether an axis has several blocks that are no multiples of 64 positions, the rows of a GPU's products."""
+        return any(size < length and size % 64 > 0 for length, size in zip(self.lengths, self.sizes, strict=True))
 
     def visibility(self, mask: Any, window: Window) -> tuple[Any, Any]:
         """Of the kernels' blocks: which are kept and may hold visible pairs, ``[B|1, H|1, nq, nk]``; which hold no others."""
@@ -205,12 +195,7 @@ def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
 
 def _list_on_device(mask: Array, grid: _Grid, window: Window) -> Blocks:
     """A list that has room for every block."""
-    kept, full = grid.visibility(mask, window)
-    batch, heads, nq, nk = kept.shape
-    order = jnp.argsort(jnp.where(kept & full, 0, jnp.where(kept, 1, 2)), axis=-1, stable=True).astype(jnp.int32)
-    start = jnp.arange(heads * nq, dtype=jnp.int32).reshape(1, heads, nq) * nk
-    counts = ((kept & full).sum(-1, dtype=jnp.int32), kept.sum(-1, dtype=jnp.int32))
-    return Blocks(jnp.broadcast_to(start, (batch, heads, nq)), *counts, order.reshape(batch, -1))
+    return list_blocks(*grid.visibility(mask, window))
 
 
 def _check_grid(query: Any, key: Any, value: Any, mask: Any, block_size: Any) -> _Grid:
@@ -254,6 +239,7 @@ class BlockSparseAttention(Operation):
         "value_dim": "values of another head dim than the keys",
         "cross": "queries and keys of different lengths",
         "head_masks": "a mask of its own for each head",
+        "uneven_blocks": "several blocks that are no multiples of 64 positions",
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key", "value", "softmax_aux")
@@ -294,6 +280,7 @@ class BlockSparseAttention(Operation):
             "value_dim": (head_dim != value_dim, f"value head dim {value_dim} beside {head_dim}"),
             "cross": (q_len != kv_len, f"query length {q_len} beside key length {kv_len}"),
             "head_masks": (mask.ndim > 2, f"a mask of shape {list(mask.shape)}"),
+            "uneven_blocks": (grid.uneven, f"blocks of {' × '.join(map(str, grid.sizes))}"),
             "lse": (a["return_lse"], "return_lse"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
@@ -316,7 +303,7 @@ class BlockSparseAttention(Operation):
                 ("kv_len", power_of_two(kv_len)),
                 ("listed_len", _room(mask)),
                 ("window", window_words(spec.window)),
-                ("features", " ".join(sorted(features.keys() - {"lse"}))),
+                ("features", " ".join(sorted(features.keys() - {"lse", "uneven_blocks"}))),
             ),
         )
 

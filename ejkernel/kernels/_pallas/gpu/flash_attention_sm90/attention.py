@@ -69,6 +69,7 @@ def _head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
 
 register(
     "flash_attention",
+    step=8,
     widest=256,
     features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
     gradients={"query", "key", "value", "softmax_aux"},

@@ -34,7 +34,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import (
     blocks_per_round,
     heads_together,
     started,
-    started_before,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import (
     BackwardConfig,
@@ -62,6 +61,7 @@ def call(
     visitors,
     optional: dict[str, Any],
     *,
+    context_type: type[Context] = Context,
     interpret: Any = False,
 ):
     """``dQ`` in float32, without the scale, ``dK`` and ``dV``.
@@ -85,7 +85,7 @@ def call(
     def entry(*refs):
         of_masks = dict(zip(names, refs[count:inputs], strict=True))
         dq, dk, dv, *shared = refs[inputs:]
-        _cta(c, Inputs(*refs[:count]), of_masks, dq, dk, dv, Shared(*shared))
+        _cta(c, Inputs(*refs[:count]), of_masks, dq, dk, dv, Shared(*shared), context_type)
 
     slices = batch * kv_heads * c.parts
     together = heads_together(c, slices, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
@@ -118,7 +118,9 @@ def call(
     return vary_as(run(query, key, value, dout, rows, table, visitors, *optional.values()), query)
 
 
-def _cta(c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv, shared: Shared):
+def _cta(
+    c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv, shared: Shared, context_type: type[Context]
+):
     """The roles of one CTA."""
     nth, blocks = lax.axis_index("block"), inputs.table.shape[1]
     block = started(nth, c.round, blocks)
@@ -131,7 +133,7 @@ def _cta(c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv
     warpgroup = lax.axis_index("warpgroup")
     key0 = block * (c.consumers * ROWS)
     counters = None if c.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR(_counters(c, inputs.q)))
-    ctx = Context(c, inputs, optional, dq, dk, dv, shared, counters, nth, block, batch, kv_head, part, key0)
+    ctx = context_type(c, inputs, optional, dq, dk, dv, shared, counters, nth, block, batch, kv_head, part, key0)
 
     services = [functools.partial(_produce, ctx), *(functools.partial(_write, ctx, i) for i in range(c.writers))]
     if c.warps:
@@ -171,7 +173,7 @@ def _produce(ctx: Context):
     begin, _, _, steps = ctx.loop()
     total = steps * c.group
     for r in range(c.consumers):
-        keys = (ctx.batch, pl.ds(ctx.key0 + r * ROWS, ROWS), ctx.kv_head)
+        keys = (ctx.batch, pl.ds(ctx.key_row(r), ROWS), ctx.kv_head)
         for h in range(c.dim // ROWS):
             plgpu.copy_gmem_to_smem(inputs.k.at[(*keys, pl.ds(h * ROWS, ROWS))], shared.k.at[r, h], shared.kv_ready)
         plgpu.copy_gmem_to_smem(inputs.v.at[keys], shared.v.at[r], shared.kv_ready)
@@ -218,10 +220,10 @@ def _write(ctx: Context, writer: int):
 
         @pl.when(n > 0)
         def _add():
-            head, row0 = ctx.place(n - 1, begin, steps)
+            t = n - 1
+            head, row0 = ctx.place(t, begin, steps)
             step = lax.div(row0, jnp.int32(c.step))
-            visitors = (ctx.inputs.visitors[ctx.table_batch, step, i] for i in range(2))
-            earlier = started_before(ctx.nth, c.round, ctx.inputs.table.shape[1], *visitors)
+            earlier = ctx.earlier(t, step)
 
             def copy(**how):
                 for part in range(c.consumers):

@@ -73,7 +73,7 @@ def consume(ctx: Context, warpgroup):
 
         def seen():
             begin, _, _, steps = ctx.loop(zero)
-            return _visible(ctx, t, own_key0 + zero, begin + ctx.order(t, steps) * c.step)
+            return _visible(ctx, t, own_key0 + zero, ctx.row(t, begin, steps))
 
         def by_query(which):
             part = shared.rows.at[slot, which]
@@ -170,8 +170,7 @@ def consume(ctx: Context, warpgroup):
         _, first, last, steps = ctx.loop()
 
         def one(t, _):
-            i = ctx.order(t, steps)
-            step(t, (i < first) | (i >= last) if c.masked else False, dk_acc, dv_acc)
+            step(t, ctx.is_masked(t, first, last, steps) if c.masked else False, dk_acc, dv_acc)
 
         lax.fori_loop(0, steps * c.group, one, None)
         plgpu.wgmma_wait(0)
@@ -267,4 +266,4 @@ def _visible(ctx: Context, t, key0, row0):
     if c.segments:
         mine = vector("q_ids", row0, 1)
         seen &= (mine == vector("kv_ids", key0, 0)) & (mine > 0)
-    return seen
+    return ctx.restrict(seen, t, key0)

@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import started_before
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS, KernelConfig
 
 
@@ -24,6 +25,7 @@ class BackwardConfig(KernelConfig):
         ascending: whether the loop runs from the first query up, and the last keys start; or the other way round.
         round: blocks of keys that start in reverse order before those that follow, see ``backward_order``.
         parts: CTAs that share a block of keys of one head, each with ``group`` of the query heads; see ``backward_order``.
+        listed: whether a block's queries come from a list, masked and unmasked steps among each other.
         warps: whether producer and writers are warps of one warpgroup; JAX has no such warps in its interpreter, nor
             where arrays vary over a mesh (``jax.shard_map``). There they are warpgroups.
 
@@ -38,6 +40,7 @@ class BackwardConfig(KernelConfig):
     ascending: bool
     round: int = 1
     parts: int = 1
+    listed: bool = False
     warps: bool = True
 
     @property
@@ -48,7 +51,7 @@ class BackwardConfig(KernelConfig):
     @property
     def separate_loops(self) -> bool:
         """Whether masked and unmasked steps have separate loops. With a cap at 64 there are too few registers."""
-        return not (self.cap and self.dim == ROWS)
+        return not (self.cap and self.dim == ROWS) and not self.listed
 
     @property
     def writers(self) -> int:
@@ -199,9 +202,31 @@ class Context(NamedTuple):
         n = lax.div(t, jnp.int32(self.c.group))
         return n if self.c.ascending else steps - 1 - n
 
+    def row(self, t, begin, steps):
+        """The first query of the ``t``-th step."""
+        return begin + self.order(t, steps) * self.c.step
+
     def place(self, t, begin, steps):
         """The head and the first query of the ``t``-th step."""
         return (
             self.heads * self.c.group + lax.rem(t, jnp.int32(self.c.group)),
-            begin + self.order(t, steps) * self.c.step,
+            self.row(t, begin, steps),
         )
+
+    def is_masked(self, t, first, last, steps):
+        """Whether the ``t``-th step is masked; ``first`` and ``last`` as ``loop`` returns them."""
+        i = self.order(t, steps)
+        return (i < first) | (i >= last)
+
+    def earlier(self, t, step):
+        """How many CTAs that start before this one add to the dQ of its ``t``-th step, the ``step``-th of all queries."""
+        visitors = (self.inputs.visitors[self.table_batch, step, i] for i in range(2))
+        return started_before(self.nth, self.c.round, self.inputs.table.shape[1], *visitors)
+
+    def key_row(self, consumer: int):
+        """The key that a consumer's keys are copied from."""
+        return self.key0 + consumer * ROWS
+
+    def restrict(self, seen, t, key0):
+        """Which of the pairs of the ``t``-th step that are ``seen`` by their positions and ids count, of keys from ``key0`` on."""
+        return seen

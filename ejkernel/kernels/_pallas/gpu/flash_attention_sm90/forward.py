@@ -46,6 +46,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import (
     shared_memory,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import by_tiles
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import forward_effective, narrow
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
@@ -84,7 +85,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     # Vectors are read in whole blocks, past the last row too.
     optional = mask_vectors(arrays, table.shape[1] * block, kv_len + step)
     if "padding" in arrays:
-        optional["padded"] = _any_in_step(optional["padding"], step)
+        optional["padded"] = any_in_step(optional["padding"], step)
     if "softmax_aux" in arrays:
         optional["sinks"] = arrays["softmax_aux"]
     c = ForwardConfig(
@@ -109,7 +110,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     return out[:, :q_len], lse[..., :q_len]
 
 
-def _any_in_step(flags: Array, step: int) -> Array:
+def any_in_step(flags: Array, step: int) -> Array:
     """Whether there is a flag in the step that begins at every eighth key: ``[B, keys / 8]``."""
     eights = jnp.pad(flags, ((0, 0), (0, -flags.shape[1] % CORE_ROWS))).reshape(flags.shape[0], -1, CORE_ROWS).max(2)
     window = step // CORE_ROWS
@@ -151,7 +152,8 @@ def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *
     )
     # The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time.
     grid = {"head": heads, "block": blocks, "batch": batch}
-    return launch(c, (query, key, value, table), optional, results, grid, QueryBlock, interpret=interpret)
+    tensors = map(by_tiles, (query, key, value))
+    return launch(c, (*tensors, table), optional, results, grid, QueryBlock, interpret=interpret)
 
 
 def launch(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, ForwardConfig, QueryBlock
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import start_pv, start_qk
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
@@ -19,8 +20,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     reduce_rows,
     request_retry,
     rescale_rows,
-    start_pv,
-    start_qk,
     wait_for_products,
 )
 from ejkernel.kernels.common.softmax import LOG2E
@@ -102,7 +101,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
 
     # The upper bound of a static mask is known for every row: each warpgroup has its own and leaves out what only
     # others see.
-    own_end = c.tail and c.right is not None and not (c.packed or c.segments)
+    own_end = block.consecutive and c.tail and c.right is not None and not (c.packed or c.segments)
 
     def steps_before(part):
         if not own_end or part < 2 or (part == 2 and not c.full):

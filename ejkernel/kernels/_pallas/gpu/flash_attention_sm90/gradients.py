@@ -32,6 +32,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     padded,
     segment_ids,
     statics,
+    whole_columns,
     whole_tiles,
 )
 from ejkernel.kernels.common import visibility
@@ -56,17 +57,11 @@ def backward(
     """
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
-    rows, keys = (-(-x.shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for x in (query, key))
-    # A row that sees nothing, or lies past the end, weighs nothing.
-    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    widths = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
+    arrays, dout = {**arrays, **{name: whole_columns(arrays[name]) for name in widths}}, whole_columns(dout)
+    query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
-    if in_one:
-        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
-    else:
-        by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
-    inputs = [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)]
-    optional = mask_vectors(arrays, rows, keys)
+    inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
     of_kernels = wanted - {"softmax_aux"}
     grads = {}
     if of_kernels and in_one:
@@ -74,13 +69,26 @@ def backward(
         grads = _all_at_once(arrays, spec, params, inputs, optional, interpret)
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, optional, of_kernels, interpret)
-    grads = {name: x[:, : arrays[name].shape[1]] for name, x in grads.items()}
+    grads = {name: x[:, : arrays[name].shape[1], :, : widths[name]] for name, x in grads.items()}
     if dropped:
         before = ((0, 0), (dropped, 0), (0, 0), (0, 0))
         grads |= {name: jnp.pad(grads[name], before) for name in ("key", "value") if name in grads}
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}
+
+
+def kernel_inputs(arrays: dict[str, Array], dout: Array, lse: Array, slope: Array, in_one: bool):
+    """What the kernels read of tensors and rows, and the arrays that masks read; ``in_one``: for the single kernel."""
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    rows, keys = (-(-x.shape[1] // BACKWARD_BLOCK) * BACKWARD_BLOCK + ROWS for x in (query, key))
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    base2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    if in_one:
+        by_row = [padded(-base2, rows, -jnp.inf), padded(-slope, rows)]
+    else:
+        by_row = [padded(base2 - weight_exponent(query.dtype), rows, jnp.inf), padded(slope, rows)]
+    return [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)], mask_vectors(arrays, rows, keys)
 
 
 def weight_exponent(dtype: Any) -> int:

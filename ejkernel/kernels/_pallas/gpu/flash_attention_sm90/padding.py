@@ -26,7 +26,7 @@ def without_padding(
     by weights, and replaces what it computes from such keys by -inf. ``by_kernel``: the kernel puts the zeros itself, and is
     told where: ``padding``, by key.
     """
-    arrays = _with_narrow_ids(arrays)
+    arrays = with_narrow_ids(arrays)
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
     dropped = 0
     if "kv_start" not in arrays:
@@ -49,7 +49,7 @@ def without_padding(
     return arrays, dropped
 
 
-def _with_narrow_ids(arrays: dict[str, Array]) -> dict[str, Array]:
+def with_narrow_ids(arrays: dict[str, Array]) -> dict[str, Array]:
     """Ids of 64 bits as their ranks: kernels compare 32 bits, and two ids must not become one."""
     names = ("q_segment_ids", "kv_segment_ids")
     if names[0] not in arrays or arrays[names[0]].dtype.itemsize <= 4:

@@ -25,6 +25,34 @@ SHARED_MEMORY = 232448
 BACKWARD_CONSUMERS = 2
 
 
+# Head dims that are multiples of it fill whole tiles of shared memory.
+WHOLE_COLUMNS = 32
+
+
+def panel_of(dim: int) -> int | None:
+    """Columns of the panels in which a head lies in shared memory; None where it fills whole tiles, which is one copy.
+
+    Few panels are few copies, but what is missing in the last one takes shared memory, and time to fill.
+
+    Example:
+        >>> [panel_of(dim) for dim in (40, 72, 80, 96, 112)]
+        [64, 32, 32, None, 64]
+    """
+    if dim % WHOLE_COLUMNS == 0:
+        return None
+    return 2 * WHOLE_COLUMNS if -dim % (2 * WHOLE_COLUMNS) < WHOLE_COLUMNS else WHOLE_COLUMNS
+
+
+def shared_columns(dim: int) -> int:
+    """How many columns a head takes in shared memory."""
+    return dim + -dim % (panel_of(dim) or 1)
+
+
+def copies_of(dim: int) -> int:
+    """How many copies a head takes."""
+    return shared_columns(dim) // (panel_of(dim) or dim)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """What every kernel is told of a call.
@@ -57,6 +85,12 @@ def pad_rows(x: Array) -> Array:
     """Rows to a multiple of 8, the height of a tile in shared memory; copies only where there are others."""
     missing = -x.shape[1] % CORE_ROWS
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def whole_columns(x: Array) -> Array:
+    """Columns to a multiple of 32, for kernels that take no others; copies only where there are."""
+    missing = -x.shape[3] % WHOLE_COLUMNS
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 
 def whole_tiles(row):

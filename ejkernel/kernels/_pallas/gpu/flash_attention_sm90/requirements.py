@@ -54,7 +54,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "jax.experimental.mosaic.gpu.fragmented_array": ("WGMMA_LAYOUT_ACC_32BIT",),
     "jax.experimental.mosaic.gpu.mma_utils": ("Dim.K",),
-    "jaxlib.mlir.ir": ("Value",),
+    "jaxlib.mlir.ir": ("Type", "Value"),
     "jaxlib.mlir.dialects.arith": (
         *("CmpFPredicate.UGT", "CmpFPredicate.UNE", "CmpIPredicate.eq", "CmpIPredicate.ne"),
         *("CmpIPredicate.sge", "CmpIPredicate.sgt", "CmpIPredicate.sle", "CmpIPredicate.slt", "CmpIPredicate.ult"),
@@ -122,6 +122,7 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
     "jax.experimental.mosaic.gpu.mma_utils": {
         "create_descriptor": _call(1, "swizzle", "group_size", "logical_k_major"),
         "encode_addr": _call(1),
+        "encode_descriptor": _call(1, "leading_byte_offset", "stride_byte_offset", "swizzle"),
     },
     "jax.experimental.mosaic.gpu.wgmma": {
         "wgmma_fence": _call(1),
@@ -137,6 +138,7 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
         "IndexType.get": _call(0),
         "InsertionPoint": _call(1),
         "IntegerType.get_signless": _call(1),
+        "MemRefType": _call(1),
         "VectorType": _call(1),
         "VectorType.get": _call(2),
     },

@@ -48,7 +48,7 @@ def transforms(width: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
-def _array(shape) -> plgpu.ShapeDtypeStruct:
+def array_of(shape) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
@@ -58,7 +58,7 @@ def start_qk(c: KernelConfig, q, k):
         return _product(q, k.transpose((1, 0)), c.step)
     tiled = plgpu.RefType(transforms(c.dim))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=_array((ROWS, c.step)))
+    @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=array_of((ROWS, c.step)))
     def start(_, q, k):
         zeros = mgpu.WGMMAAccumulator.zero(ROWS, c.step)
         acc = mgpu.wgmma(zeros, q, mgpu.memref_transpose(k, (1, 0, 3, 2)), swizzle=swizzle_of(c.dim))
@@ -77,7 +77,7 @@ def start_pv(c: KernelConfig, acc, p16, v, p_smem):
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType(transforms(c.value_dim))), return_type=_array(acc.shape)
+        arg_types=(layout, layout, plgpu.RefType(transforms(c.value_dim))), return_type=array_of(acc.shape)
     )
     def start(_, acc, p16, v):
         acc = _by_chunks(acc, p16, v, swizzle_of(c.value_dim))
@@ -99,31 +99,46 @@ def _product(a, b, columns: int):
 
 def _by_chunks(acc, p16, v, swizzle: int):
     """``acc + p16 · v``, 16 keys an instruction. Mosaic GPU's own takes multiples of a swizzle's columns."""
-    columns = acc.shape[1]
     (first, (_, (stride,))), _, fastest = mma_utils.create_descriptor(
-        v, swizzle=swizzle, group_size=(CHUNK, columns), logical_k_major=True
+        v, swizzle=swizzle, group_size=(CHUNK, acc.shape[1]), logical_k_major=True
     )
+    rights = [i * stride for i in range(p16.shape[1] // CHUNK)]
+    return multiply(acc, p16, (first, rights), p16.mlir_dtype, transposed=fastest != mma_utils.Dim.K)
+
+
+def multiply(acc, left, right, kind: ir.Type, transposed: bool):
+    """``acc + left · right`` in flight, 16 of what is summed over an instruction.
+
+    An operand in shared memory is a pair: the descriptor of its first part, and for each instruction how many bytes behind
+    that its part lies. ``left`` may be an array in registers. ``transposed``: whether the columns of ``right`` lie side by side.
+    """
+    in_registers = isinstance(left, mgpu.FragmentedArray)
     value = _wgmma.wgmma_fence(acc.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
-    p16 = _wgmma.wgmma_fence(p16)
-    kind, i64 = p16.mlir_dtype, ir.IntegerType.get_signless(64)
+    if in_registers:
+        left = _wgmma.wgmma_fence(left)
     parameters = inspect.signature(_wgmma.wgmma_m64).parameters
     kinds = {name: kind for name in ("element_type", "a_element_type", "b_element_type") if name in parameters}
     registers = value.registers
-    for i in range(p16.shape[1] // CHUNK):
-        offset = arith.constant(i64, mma_utils.encode_addr(i * stride))
+    for i, place in enumerate(right[1]):
         registers = _wgmma.wgmma_m64(
             registers,
-            p16[:, i * CHUNK : (i + 1) * CHUNK],
-            llvm.add(first, offset, overflow_flags=llvm.IntegerOverflowFlags.none),
-            a_transpose=None,
-            b_transpose=fastest != mma_utils.Dim.K,
-            a_k_stride=None,
-            b_k_stride=stride,
-            n=columns,
+            left[:, i * CHUNK : (i + 1) * CHUNK] if in_registers else _behind(left[0], left[1][i]),
+            _behind(right[0], place),
+            a_transpose=None if in_registers else False,
+            b_transpose=transposed,
+            a_k_stride=None if in_registers else 2 * CHUNK,
+            b_k_stride=2 * CHUNK,
+            n=acc.shape[1],
             swizzle=2 * CHUNK,  # by which it counts the instructions: one
             **kinds,
         )
     return _like(value, registers.flat).to_layout(acc.layout)
+
+
+def _behind(descriptor: ir.Value, offset: int) -> ir.Value:
+    """The descriptor of what lies so many bytes behind."""
+    offset = arith.constant(ir.IntegerType.get_signless(64), mma_utils.encode_addr(offset))
+    return llvm.add(descriptor, offset, overflow_flags=llvm.IntegerOverflowFlags.none)
 
 
 def wait_for_products(c: KernelConfig, pending: int, *arrays):
@@ -132,7 +147,7 @@ def wait_for_products(c: KernelConfig, pending: int, *arrays):
         return arrays
     layouts = (plgpu.Layout.WGMMA,) * len(arrays)
 
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=tuple(_array(x.shape) for x in arrays))
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=tuple(array_of(x.shape) for x in arrays))
     def wait(_, *arrays):
         nvvm.wgmma_wait_group_sync_aligned(pending)
         held = fragmented_array.optimization_barrier(*arrays)
@@ -154,7 +169,7 @@ def rescale_rows(c: KernelConfig, acc, decay):
     if c.interpreted:
         return acc * lax.broadcast_in_dim(decay, acc.shape, [0])
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, BY_ROW), return_type=_array(acc.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, BY_ROW), return_type=array_of(acc.shape))
     def warp_branch(_, acc, decay):
         i32 = ir.IntegerType.get_signless(32)
         changed = [
@@ -199,7 +214,7 @@ def apply_mask(c: KernelConfig, s, stop, start, ids):
     names = tuple(given)  # JAX keeps the function below: it must not close over traced values
     types = [plgpu.RefType() if name == "theirs" else BY_ROW for name in names]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=_array(s.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=array_of(s.shape))
     def compare(_, s, *values):
         # A lane has two neighbouring columns of every eight, and two rows: the fifth index of a register says which.
         lane_column = arith.muli(arith.remui(mgpu.thread_idx(), _constant(4)), _constant(2))
@@ -242,7 +257,7 @@ def partial_row_sums(c: KernelConfig, p):
     if c.interpreted:
         return functools.reduce(jnp.add, jnp.split(p, p.shape[1] // 8, axis=1))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_array((ROWS, 8)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=array_of((ROWS, 8)))
     def add(_, p):
         sums = p.registers[:, :1]
         for i in range(1, p.registers.shape[1]):
@@ -253,22 +268,27 @@ def partial_row_sums(c: KernelConfig, p):
 
 
 def clear_rows(c: KernelConfig, tile, flags):
-    """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp."""
-    if c.interpreted:
-        tile[...] = jnp.where(lax.broadcast_in_dim(flags[...], tile.shape, [0]) != 0, 0, tile[...])
-        return
-    last = tile.shape[0] - 1
+    """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp.
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(tile.shape[1])), plgpu.RefType()))
+    ``tile``: ``[rows, columns]``, or a panel ``[rows / 8, 8, columns]``.
+    """
+    if c.interpreted:
+        flagged = flags[...].reshape(*tile.shape[:-1], 1) != 0
+        tile[...] = jnp.where(flagged, 0, tile[...])
+        return
+    shape = math.prod(tile.shape[:-1]), tile.shape[-1]
+    # A panel is tiled already.
+    how = transforms(shape[1])[len(tile.shape) - 2 :]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(how), plgpu.RefType()))
     def clear(_, tile, flags):
         def flagged(row):
-            place = arith.minui(row, _constant(last))
+            place = arith.minui(row, _constant(shape[0] - 1))
             flag = memref.load(flags, [arith.index_cast(ir.IndexType.get(), place)])
             return arith.cmpi(arith.CmpIPredicate.ne, flag, _constant(0))
 
         _clear(tile, shape, flagged)
 
-    shape = tile.shape
     clear(tile, flags)
 
 
