@@ -67,9 +67,9 @@ class ListedBlock(QueryBlock):
             seeing, entry = entry & (2**CONSUMER_BITS - 1), lax.shift_right_logical(entry, jnp.int32(CONSUMER_BITS))
         return entry * c.kv_size + part * c.step, seeing
 
-    def key_copy(self, source, target, step, part):
+    def key_copies(self, source, target, step, part):
         rows = pl.ds(self._first_key(step)[0], self.ctx.c.step)
-        return source.at[self.batch, rows, self.kv_head], target, None
+        return [(source.at[self.batch, rows, self.kv_head], target)], None
 
     def has_padding(self, step):
         first, _ = self._first_key(jnp.maximum(step, 0))
