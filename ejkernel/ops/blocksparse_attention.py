@@ -244,8 +244,6 @@ class BlockSparseAttention(Operation):
     }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"blocks", "softmax_aux"})
-    # Lists that differ between heads make a loop over heads, for which the compiler gathers them.
-    self_partitioning = False
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, and a mask that has values gets its list of blocks."""
@@ -327,6 +325,10 @@ class BlockSparseAttention(Operation):
         named, results = attention_axes()
         lists = "kgr" if spec.roomy and arrays["blocks"].start.shape[1] > 1 else "."
         return {**named, "blocks": Blocks("b kg", "b kg", "b kg", f"b {lists}")}, results
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where lists differ between heads: the kernel is a loop over them then, for which the heads are gathered."""
+        return arrays["blocks"].start.shape[1] == 1
 
     def localise(self, arrays: dict[str, Any], spec: BlockSparseSpec, index: Any) -> dict[str, Any]:
         """The lists of a device's first head begin where its part does."""
