@@ -244,8 +244,6 @@ class BlockSparseAttention(Operation):
     }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"blocks", "softmax_aux"})
-    # Lists that differ between heads make a loop over heads, for which the compiler gathers them.
-    self_partitioning = False
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, and a mask that has values gets its list of blocks."""
@@ -328,6 +326,10 @@ class BlockSparseAttention(Operation):
         lists = "kgr" if spec.roomy and arrays["blocks"].start.shape[1] > 1 else "."
         return {**named, "blocks": Blocks("b kg", "b kg", "b kg", f"b {lists}")}, results
 
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where lists differ between heads: the kernel is a loop over them then, for which the heads are gathered."""
+        return arrays["blocks"].start.shape[1] == 1
+
     def localise(self, arrays: dict[str, Any], spec: BlockSparseSpec, index: Any) -> dict[str, Any]:
         """The lists of a device's first head begin where its part does."""
         blocks = arrays["blocks"]
@@ -386,7 +388,8 @@ class BlockSparseAttention(Operation):
 
         def make(like: Any) -> Any:
             if isinstance(like, Blocks):
-                return _full_lists(like)
+                q_block = -(-shapes["query"].shape[1] // like.start.shape[2])
+                return _full_lists(like, -(-shapes["key"].shape[1] // q_block))
             if jnp.issubdtype(like.dtype, jnp.floating):
                 return jax.random.normal(next(keys), like.shape, like.dtype)
             return jnp.ones(like.shape, like.dtype)
@@ -399,14 +402,16 @@ def _room(mask: Any) -> int:
     return mask.blocks.index.shape[1] if isinstance(mask, Listed) else power_of_two(math.prod(mask.shape[-3:]))
 
 
-def _full_lists(like: Blocks) -> Blocks:
-    """As many blocks a row as the list has room for, all at the array's start."""
+def _full_lists(like: Blocks, kv_blocks: int) -> Blocks:
+    """As many blocks a row as the list has room for, from the diagonal on."""
     _, heads, nq = like.start.shape
     room = max(1, like.index.shape[1] // (heads * nq))
     start = jnp.broadcast_to(jnp.arange(heads * nq, dtype=jnp.int32).reshape(heads, nq) * room, like.start.shape)
     start = jnp.minimum(start, like.index.shape[1] - 1)
     count = jnp.full(start.shape, room, jnp.int32)
-    return Blocks(start, jnp.zeros_like(count), count, jnp.zeros(like.index.shape, jnp.int32))
+    place = jnp.arange(like.index.shape[1], dtype=jnp.int32)
+    index = jnp.broadcast_to((place // room + place % room) % kv_blocks, like.index.shape)
+    return Blocks(start, jnp.zeros_like(count), count, index)
 
 
 OPERATION = BlockSparseAttention(blocksparse_attention)

@@ -136,8 +136,6 @@ class PageAttention(Operation):
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
-    # The gradients of pages that all sequences share are added up page by page.
-    self_partitioning = False
     # Which kernel is faster depends on whether sequences fill the chip: shipped times tell nothing of far smaller batches.
     farthest = 2.0
     shareable = frozenset({"key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"})
@@ -255,6 +253,10 @@ class PageAttention(Operation):
         named |= dict.fromkeys(("context_lens", "block_tables"), tokens)
         named |= dict.fromkeys(("key_cache", "value_cache"), ". . k") | dict.fromkeys(("k_scale", "v_scale"), "e k")
         return named, (f"{tokens} kg", f"{tokens} kg")
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where gradients are added to the pages that all sequences share."""
+        return direction == "forward"
 
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Zeros where there is no sequence, no page or no room in the table."""

@@ -53,7 +53,9 @@ def explain(
     wanted = _wanted(found, arguments, gradients)
     explanation = select.decide_both(call, info, pins, wanted) if wanted else select.decide(call, info, pins)
     chosen = explanation.chosen
-    if chosen is None or chosen.implementation.whole or not partition.applies(found, chosen):
+    if chosen is None or chosen.implementation.whole or not call.shapes:
+        return explanation
+    if not partition.applies(found, chosen, call.shapes, "forward"):
         return explanation
     return explanation.noting(partition.gathered(found, arguments, call))
 

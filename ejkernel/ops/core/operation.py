@@ -49,7 +49,6 @@ class Operation:
         outside: arguments that the operation's function deals with itself.
         undemanding: features that ask no more of a kernel's registers and memory: parameters measured with and without
             them serve each other.
-        self_partitioning: whether the compiler partitions the XLA kernels by batch and heads by itself, without gathering.
         farthest: how far a call may be, in powers of two of its sizes, from one whose shipped times count for it.
 
     A prepared array may be a tree of arrays; its name then stands for all of them.
@@ -63,7 +62,6 @@ class Operation:
     gradients: tuple[str, ...]
     shareable: frozenset[str] = frozenset()
     undemanding: frozenset[str] = frozenset()
-    self_partitioning: bool = True
     farthest: float = math.inf
     runs_on: str = ""
     outside: frozenset[str] = frozenset()
@@ -128,6 +126,10 @@ class Operation:
         Arrays that are not named can be cut along their batch, ``"b"``.
         """
         return {}, ("b", "b")
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Whether it partitions the XLA kernel along these axes by itself, without gathering arrays."""
+        return True
 
     def localise(self, arrays: dict[str, Any], spec: Any, index: Callable[[str], Any]) -> dict[str, Any]:
         """A device's part of the arrays, where what they hold depends on which part it is; ``index``: which, by letter."""

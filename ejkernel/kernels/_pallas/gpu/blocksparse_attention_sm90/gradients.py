@@ -24,6 +24,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     BACKWARD_CONSUMERS,
     ROWS,
     WARPS_PER_WARPGROUP,
+    pad_columns,
     statics,
 )
 from ejkernel.kernels.common.block_lists import block_kinds
@@ -57,9 +58,9 @@ def _by_kernel(arrays, spec, dout, lse, slope, interpret) -> dict[str, Array]:
     arrays = _without_unseen(with_narrow_ids(arrays), spec)
     own_dims = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
     dim, value_dim = backward_dims(own_dims["query"], own_dims["value"])
-    wide = {"query": _widened(arrays["query"], dim), "key": _widened(arrays["key"], dim)}
-    arrays = {**arrays, **wide, "value": _widened(arrays["value"], value_dim)}
-    inputs, optional = kernel_inputs(arrays, _widened(dout, value_dim), lse, slope, in_one=True)
+    wide = {"query": pad_columns(arrays["query"], dim), "key": pad_columns(arrays["key"], dim)}
+    arrays = {**arrays, **wide, "value": pad_columns(arrays["value"], value_dim)}
+    inputs, optional = kernel_inputs(arrays, pad_columns(dout, value_dim), lse, slope, in_one=True)
     params = backward_tile(arrays)
     group = arrays["query"].shape[2] // arrays["key"].shape[2]
     lists = step_lists(arrays, spec, params.q_blocksize, group)
@@ -88,11 +89,6 @@ def _by_kernel(arrays, spec, dout, lse, slope, interpret) -> dict[str, Array]:
     dq = jnp.where(by_row(lists.visits.any(1)), dq * c.scale, 0).astype(dk.dtype)
     found = {"query": dq, "key": dk, "value": dv}
     return {name: x[:, : arrays[name].shape[1], :, : own_dims[name]] for name, x in found.items()}
-
-
-def _widened(x: Array, dim: int) -> Array:
-    """Zeros after the last of a head's dims."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3]))) if x.shape[3] < dim else x
 
 
 def _without_unseen(arrays: dict[str, Any], spec: Any) -> dict[str, Any]:

@@ -105,9 +105,10 @@ def shared_memory(c: ForwardConfig, dtype) -> Shared:
     """The types of what a CTA has in shared memory."""
 
     def tile(*shape):
-        if panel_of(shape[-1]):
-            return panels(dtype, *shape)
         return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1]))
+
+    def of_head(*shape):
+        return panels(dtype, *shape) if panel_of(shape[-1]) else tile(*shape)
 
     # Of panels the output goes from registers to global memory.
     if panel_of(c.value_dim):
@@ -118,9 +119,9 @@ def shared_memory(c: ForwardConfig, dtype) -> Shared:
     one_each = plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers)
     queries = plgpu.Barrier(num_arrivals=c.pack * copies_of(c.dim), num_barriers=c.consumers)
     return Shared(
-        q=tile(c.consumers, ROWS, c.dim),
-        k=tile(c.stages, c.step, c.dim),
-        v=tile(c.stages, c.step, c.value_dim),
+        q=of_head(c.consumers, ROWS, c.dim),
+        k=of_head(c.stages, c.step, c.dim),
+        v=of_head(c.stages, c.step, c.value_dim),
         out=out,
         p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
         item=plgpu.SMEM((2, 1), jnp.int32) if c.persistent else None,

@@ -1,7 +1,7 @@
 """The backward on the host: which kernels run, the plan of their steps, and what is left to XLA.
 
-Heads of 64 and 128 take one kernel for all gradients (``backward``). Wider ones leave it no registers, others do not
-fill its squares: they take a kernel for queries and one for keys (``backward_wide``), of which only those run whose
+Heads of 64 to 128 take one kernel for all gradients (``backward``). Wider ones leave it no registers: they and others
+take a kernel for queries and one for keys (``backward_wide``), of which only those run whose
 gradients are wanted.
 """
 
@@ -21,18 +21,24 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import hea
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BACKWARD_BLOCK, backward_effective, single
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
+    BACKWARD_BLOCK,
+    backward_effective,
+    in_panels,
+    single,
+    whole_columns,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     ROWS,
     WARPS_PER_WARPGROUP,
     key_intervals,
     longest_first,
     mask_vectors,
+    pad_columns,
     pad_rows,
     padded,
     segment_ids,
     statics,
-    whole_columns,
     whole_tiles,
 )
 from ejkernel.kernels.common import visibility
@@ -58,7 +64,7 @@ def backward(
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
     widths = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
-    arrays, dout = {**arrays, **{name: whole_columns(arrays[name]) for name in widths}}, whole_columns(dout)
+    arrays, dout = _with_columns(arrays, dout)
     query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
     inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
@@ -76,6 +82,15 @@ def backward(
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}
+
+
+def _with_columns(arrays: dict[str, Array], dout: Array) -> tuple[dict[str, Array], Array]:
+    """Arrays of head dims that the kernels take: where they have no panels, heads are padded with zeros."""
+    tensors = {name: arrays[name] for name in ("query", "key", "value")} | {"dout": dout}
+    if not in_panels(tensors["query"].shape[3], tensors["value"].shape[3]):
+        tensors = {name: pad_columns(x, whole_columns(x.shape[3])) for name, x in tensors.items()}
+    dout = tensors.pop("dout")
+    return {**arrays, **tensors}, dout
 
 
 def kernel_inputs(arrays: dict[str, Array], dout: Array, lse: Array, slope: Array, in_one: bool):
