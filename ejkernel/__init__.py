@@ -21,6 +21,7 @@ _HOMES = {
     "UnsupportedError": "ejkernel.errors",
     "autotune": "ejkernel.ops.config.autotune",
     "blocksparse_attention": "ejkernel.ops.blocksparse_attention",
+    "dot_product_attention": "ejkernel.ops.dot_product_attention",
     "explain": "ejkernel.ops.core.explain",
     "flash_attention": "ejkernel.ops.flash_attention",
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.autotune import autotune
     from ejkernel.ops.config.context import overlay, target
     from ejkernel.ops.core.explain import explain
+    from ejkernel.ops.dot_product_attention import dot_product_attention
     from ejkernel.ops.flash_attention import flash_attention
     from ejkernel.ops.grouped_matmul import grouped_matmul
     from ejkernel.ops.mean_pooling import mean_pooling
