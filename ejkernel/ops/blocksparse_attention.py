@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer, Num
 
 from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
@@ -50,7 +50,7 @@ def blocksparse_attention(
     *,
     causal: bool | np.bool_ = False,
     sliding_window: int | np.integer | Sequence[int | None] | None = None,
-    softmax_scale: float | int | None = None,
+    softmax_scale: float | int | Num[Array | np.ndarray, ""] | None = None,
     logits_soft_cap: float | int | None = None,
     softmax_aux: Float[AnyArray, "..."] | None = None,
     q_segment_ids: Integer[AnyArray, "batch q_len"] | None = None,
@@ -74,9 +74,9 @@ def blocksparse_attention(
         block_size: positions a block, or a pair for queries and keys; a last block may be partial.
         causal: query ``i`` sees keys ``j <= i + Sk - Sq``.
         sliding_window: ``(left, right)`` in positions, as in ``flash_attention``.
-        softmax_scale: default ``D ** -0.5``.
+        softmax_scale: default ``D ** -0.5``; an array has a gradient, as in ``flash_attention``.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
-        softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``.
+        softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``.
         q_segment_ids, kv_segment_ids: a query sees the keys of its own id; ids <= 0 are padding.
         return_lse: also return the log-sum-exp of the logits, ``[B, H, Sq]``, float32, sinks included.
         platform, backend: run exactly this implementation, or raise.
@@ -91,7 +91,7 @@ def blocksparse_attention(
         >>> blocksparse_attention(x, x, x, patterns.local(1)(8, 8), block_size=32).shape
         (1, 256, 2, 8)
     """
-    arguments = locals()
+    arguments = _check.scaled_query(locals())
     mask = _listed(query, key, value, sparsity_mask, block_size, causal, sliding_window)
     return OPERATION({**arguments, "sparsity_mask": mask})
 
@@ -251,6 +251,7 @@ class BlockSparseAttention(Operation):
         if "sparsity_mask" in arguments:
             names = ("query", "key", "value", "sparsity_mask", "block_size", "causal", "sliding_window")
             arguments["sparsity_mask"] = _listed(*(arguments[name] for name in names))
+            arguments = _check.scaled_query(arguments, abstract=True)
         return arguments
 
     def bind(self, arguments: dict[str, Any]) -> Call:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig, Context
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile, kept_weights, score_gradient
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     WHOLE,
@@ -83,6 +84,11 @@ def consume(ctx: Context, warpgroup):
             begin, _, _, steps = ctx.loop(zero)
             return _visible(ctx, t, own_key0 + zero, ctx.row(t, begin, steps))
 
+        def tile():
+            begin, _, _, steps = ctx.loop(zero)
+            head, row0 = ctx.place(t, begin, steps)
+            return Tile(c, ctx.optional, ctx.batch, head, own_key0 + zero, row0, by_keys=True)
+
         def by_query(which):
             part = shared.rows.at[slot, which]
             return plgpu.load(part, *WHOLE, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
@@ -109,7 +115,7 @@ def consume(ctx: Context, warpgroup):
                 publish_last(t)
             plgpu.wgmma_wait(c.squares)
             release(t - 1)
-            if not c.interpreted:
+            if not c.interpreted and not c.dropout:
                 # The sum starts at minus the slope.
                 dp_acc[...] = spread(by_query(1))
             # Loaded together they are waited for once. Where a step has 128 queries, there are too few registers.
@@ -120,25 +126,35 @@ def consume(ctx: Context, warpgroup):
             if masked is not False and c.interpreted:
                 s = jnp.where(seen() | jnp.logical_not(masked), s, -jnp.inf)
             capped = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
-            p = jnp.exp2(
-                (capped * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E))
-                + spread(by_query(0) if reference is None else reference)
-            )
+            if c.bias or c.mask:
+                logits = capped * c.cap if c.cap else s * c.scale
+                logits = tile().biased(logits, may_end=c.partial_step) * LOG2E
+            else:
+                logits = capped * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)
+            p = jnp.exp2(logits + spread(by_query(0) if reference is None else reference))
             if masked is not False and (c.cap or c.scale <= 0):
                 p = jnp.where(s == -jnp.inf, 0.0, p)
+            if c.dropout:
+                p = tile().dropped(p, mark=True)
             as_float16 = bool(c.cap) and c.dim == ROWS
             weight = p * (1 - capped * capped) if c.cap else None
             if as_float16:
                 # Two of these share a register; dS is rounded at least as much.
-                p, weight = p.astype(ctx.inputs.do.dtype), (weight * FLOAT16_SCALE).astype(jnp.float16)
+                p = kept_weights(c, p).astype(ctx.inputs.do.dtype)
+                weight = (weight * FLOAT16_SCALE).astype(jnp.float16)
             p, weight = lax.optimization_barrier((p, weight))
             # This wait is a branch: without one, ptxas would move the exponentials behind the wait for dP.
             plgpu.barrier_wait(shared.ds_ready.at[modulo(t + c.slots - 1, c.slots)])
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc))
             if as_float16:
                 weight = weight.astype(jnp.float32) * (1 / FLOAT16_SCALE)
-            ds = (weight if c.cap else p) * (dp + spread(by_query(1)) if c.interpreted else dp)
-            return lax.optimization_barrier((p.astype(ctx.inputs.do.dtype), ds.astype(ctx.inputs.q.dtype)))
+            weight = weight if c.cap else p
+            if c.dropout:
+                ds = score_gradient(c, weight, dp, -spread(by_query(1)))
+            else:
+                ds = weight * (dp + spread(by_query(1)) if c.interpreted else dp)
+            p = p if as_float16 else kept_weights(c, p).astype(ctx.inputs.do.dtype)
+            return lax.optimization_barrier((p, ds.astype(ctx.inputs.q.dtype)))
 
         # Before the accumulators' scope: their zeros are folded into the first product only if no branch is between.
         plgpu.barrier_wait(shared.ready.at[slot])
@@ -235,7 +251,8 @@ def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
         ctx.dv.at[own][...] = dv_acc[...]
         ctx.dk.at[own][...] = dk_acc[...]
         return
-    shared.v.at[warpgroup][...] = dv_acc[...].astype(shared.v.dtype)
+    dv = dv_acc[...] * (1 / (1 - c.dropout)) if c.dropout else dv_acc[...]
+    shared.v.at[warpgroup][...] = dv.astype(shared.v.dtype)
     dk = (dk_acc[...] * c.scale).astype(shared.k.dtype)
     for h in range(c.dim // ROWS):
         shared.k.at[warpgroup, h][...] = dk if c.dim == ROWS else dk[:, h * ROWS : (h + 1) * ROWS]
@@ -249,13 +266,13 @@ def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
 
 def _store_panels(ctx: Context, warpgroup, key0, dk_accs, dv_accs):
     """The same of heads in panels: TMA leaves out the columns that a head does not have."""
-    shared, scale = ctx.shared, ctx.c.scale
+    c, shared = ctx.c, ctx.shared
     tail = (shared.k, (warpgroup, 1), ROWS) if shared.k_tail is None else (shared.k_tail, warpgroup, ROWS)
     of_keys = (shared.k, (warpgroup, 0), 0), tail
     of_values = (shared.v, warpgroup, 0), (shared.v_tail, warpgroup, ROWS)
-    for accs, targets, factor in ((dv_accs, of_values, None), (dk_accs, of_keys, scale)):
+    for accs, targets, factor in ((dv_accs, of_values, 1 / (1 - c.dropout)), (dk_accs, of_keys, c.scale)):
         for acc, (ref, at, _) in zip(accs, targets, strict=True):
-            values = acc[...] if factor is None else acc[...] * factor
+            values = acc[...] if factor == 1 else acc[...] * factor
             ctx.for_products(ref).at[at][...] = values.astype(ctx.inputs.k.dtype)
     plgpu.commit_smem()
     for array, targets in ((ctx.dk, of_keys), (ctx.dv, of_values)):

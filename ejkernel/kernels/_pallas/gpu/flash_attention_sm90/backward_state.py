@@ -24,6 +24,7 @@ class BackwardConfig(KernelConfig):
         step: queries of one step of the loop.
         stages: slots of the ring.
         head, tail: whether any block of keys has masked steps at first, at last.
+        partial_step: whether there are queries past the last in a last step.
         ascending: whether the loop runs from the first query up, and the last keys start; or the other way round.
         round: blocks of keys that start in reverse order before those that follow, see ``backward_order``.
         parts: CTAs that share a block of keys of one head, each with ``group`` of the query heads; see ``backward_order``.
@@ -40,6 +41,7 @@ class BackwardConfig(KernelConfig):
     head: bool
     tail: bool
     ascending: bool
+    partial_step: bool = True
     round: int = 1
     parts: int = 1
     listed: bool = False

@@ -46,20 +46,32 @@ SPACE = {
 }
 
 
+# The default with dropout, or a bias for every pair: what a lane knows of its pairs takes registers too.
+OF_PAIRS = {
+    (64, 64): (192, 96, 12, 4),
+    (128, 128): (128, 112, 8, 2),
+    (192, 128): (128, 80, 8, 2),
+    (256, 256): (128, 48, 8, 2),
+}
+
+
 def narrow(dim: int, value_dim: int) -> bool:
     """Whether shared memory has room for a block's output beside the next one's queries, and registers for its sums."""
     return dim <= 192 and value_dim <= 128
 
 
-def forward_defaults(dim: int, value_dim: int) -> FwdParams:
-    """The forward's tile where nothing was tuned."""
-    return forward_space(dim, value_dim)[0]
+def forward_defaults(dim: int, value_dim: int, of_pairs: bool = False) -> FwdParams:
+    """The forward's tile where nothing was tuned; ``of_pairs``: with dropout, or a bias for every pair."""
+    return forward_space(dim, value_dim, of_pairs)[0]
 
 
-def forward_space(dim: int, value_dim: int) -> list[FwdParams]:
+def forward_space(dim: int, value_dim: int, of_pairs: bool = False) -> list[FwdParams]:
     """The forward's tiles that are worth timing."""
-    sizes = next(sizes for largest, sizes in SPACE.items() if dim <= largest[0] and value_dim <= largest[1])
-    return [_params(*x) for x in sizes]
+
+    def at(table):
+        return next(sizes for largest, sizes in table.items() if dim <= largest[0] and value_dim <= largest[1])
+
+    return [_params(*x) for x in ([at(OF_PAIRS)] if of_pairs else []) + at(SPACE)]
 
 
 def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:

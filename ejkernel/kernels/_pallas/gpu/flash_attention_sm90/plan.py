@@ -75,6 +75,8 @@ class KernelConfig:
             None.
         kv_len: the number of keys.
         packed, segments: which of the arrays that decide which pairs count there are.
+        bias, mask: whether there is an array that says something of every pair.
+        dropout: the probability with which a weight is dropped.
         interpreted: run in JAX's interpreter, which has no products with a left operand in registers.
     """
 
@@ -88,6 +90,9 @@ class KernelConfig:
     kv_len: int
     packed: bool
     segments: bool
+    bias: bool = False
+    mask: bool = False
+    dropout: float = 0.0
     interpreted: bool = False
 
 
@@ -136,6 +141,9 @@ def statics(arrays: dict[str, Array], spec: Any) -> dict[str, Any]:
         "kv_len": kv_len,
         "packed": "kv_start" in arrays,
         "segments": "q_segment_ids" in arrays,
+        "bias": "bias" in arrays,
+        "mask": "attention_mask" in arrays,
+        "dropout": spec.dropout_prob if "dropout_key" in arrays else 0.0,
     }
 
 
