@@ -47,6 +47,7 @@ class Operation:
         shareable: the prepared arrays that may have a batch axis of size 1 beside a larger batch.
         runs_on: the operation whose kernels do the work, for one that has none of its own.
         outside: arguments that the operation's function deals with itself.
+        inside: arrays that the operation's function adds to its arguments.
         undemanding: features that ask no more of a kernel's registers and memory: parameters measured with and without
             them serve each other.
         farthest: how far a call may be, in powers of two of its sizes, from one whose shipped times count for it.
@@ -65,6 +66,7 @@ class Operation:
     farthest: float = math.inf
     runs_on: str = ""
     outside: frozenset[str] = frozenset()
+    inside: tuple[str, ...] = ()
 
     def __init__(self, function: Callable):
         self.function = function
@@ -72,7 +74,7 @@ class Operation:
         self.defaults = {name: p.default for name, p in signature.parameters.items()}
         self.signature = signature
         own = {name: p for name, p in signature.parameters.items() if name not in self.outside}
-        self.arrays = tuple(name for name, p in own.items() if "AnyArray" in str(p.annotation))
+        self.arrays = (*(name for name, p in own.items() if "AnyArray" in str(p.annotation)), *self.inside)
         self.statics = tuple(name for name in own if name not in self.arrays)
         self._jitted: dict[Any, Callable] = {}
 
@@ -153,7 +155,7 @@ class Operation:
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
         """Run a call, given all arguments of the function by name."""
-        arrays = tuple([arguments[name] for name in self.arrays])
+        arrays = tuple([arguments.get(name) for name in self.arrays])
         statics = tuple([arguments[name] for name in self.statics])
         return self.run(arrays, statics)
 
@@ -260,7 +262,8 @@ class Operation:
             everything = {**arguments, **arrays}
             return None if self.empty(everything) is not None else self.prepare(everything, spec)
 
-        return jax.eval_shape(prepared, {name: arguments[name] for name in self.arrays if arguments[name] is not None})
+        given = {name: arguments.get(name) for name in self.arrays}
+        return jax.eval_shape(prepared, {name: array for name, array in given.items() if array is not None})
 
     def _bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
         pins = select.Pins(

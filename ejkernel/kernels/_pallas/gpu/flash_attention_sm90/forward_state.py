@@ -11,6 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import head_copies, panels
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig, copies_of, panel_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
@@ -75,7 +76,7 @@ class ForwardConfig(KernelConfig):
     @property
     def factor(self) -> float:
         """What logits are multiplied by after the maximum was taken: it is positive. With log2(e)."""
-        return (self.cap or max(self.scale, 0.0) or 1.0) * LOG2E
+        return (1.0 if self.bias else self.cap or max(self.scale, 0.0) or 1.0) * LOG2E
 
 
 class Shared(NamedTuple):
@@ -105,9 +106,10 @@ def shared_memory(c: ForwardConfig, dtype) -> Shared:
     """The types of what a CTA has in shared memory."""
 
     def tile(*shape):
-        if panel_of(shape[-1]):
-            return panels(dtype, *shape)
         return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1]))
+
+    def of_head(*shape):
+        return panels(dtype, *shape) if panel_of(shape[-1]) else tile(*shape)
 
     # Of panels the output goes from registers to global memory.
     if panel_of(c.value_dim):
@@ -118,9 +120,9 @@ def shared_memory(c: ForwardConfig, dtype) -> Shared:
     one_each = plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers)
     queries = plgpu.Barrier(num_arrivals=c.pack * copies_of(c.dim), num_barriers=c.consumers)
     return Shared(
-        q=tile(c.consumers, ROWS, c.dim),
-        k=tile(c.stages, c.step, c.dim),
-        v=tile(c.stages, c.step, c.value_dim),
+        q=of_head(c.consumers, ROWS, c.dim),
+        k=of_head(c.stages, c.step, c.dim),
+        v=of_head(c.stages, c.step, c.value_dim),
         out=out,
         p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
         item=plgpu.SMEM((2, 1), jnp.int32) if c.persistent else None,
@@ -293,6 +295,10 @@ class QueryBlock:
             stop = jnp.where(mine > 0, stop, 0)
             ids = mine, self.of_batch("kv_ids").at[pl.ds(column0, c.step)]
         return apply_mask(c, s, stop, start, ids)
+
+    def tile(self, row0, column0) -> Tile:
+        """Where a tile of a consumer's logits is."""
+        return Tile(self.ctx.c, self.ctx.optional, self.batch, self.head, row0, column0)
 
     def sinks(self):
         """Of its rows."""

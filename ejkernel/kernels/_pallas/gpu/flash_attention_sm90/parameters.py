@@ -12,6 +12,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     WHOLE_COLUMNS,
     panel_of,
     shared_columns,
+    tail_of,
 )
 
 # The parameters that say how the kernels run, in both directions.
@@ -45,20 +46,32 @@ SPACE = {
 }
 
 
+# The default with dropout, or a bias for every pair: what a lane knows of its pairs takes registers too.
+OF_PAIRS = {
+    (64, 64): (192, 96, 12, 4),
+    (128, 128): (128, 112, 8, 2),
+    (192, 128): (128, 80, 8, 2),
+    (256, 256): (128, 48, 8, 2),
+}
+
+
 def narrow(dim: int, value_dim: int) -> bool:
     """Whether shared memory has room for a block's output beside the next one's queries, and registers for its sums."""
     return dim <= 192 and value_dim <= 128
 
 
-def forward_defaults(dim: int, value_dim: int) -> FwdParams:
-    """The forward's tile where nothing was tuned."""
-    return forward_space(dim, value_dim)[0]
+def forward_defaults(dim: int, value_dim: int, of_pairs: bool = False) -> FwdParams:
+    """The forward's tile where nothing was tuned; ``of_pairs``: with dropout, or a bias for every pair."""
+    return forward_space(dim, value_dim, of_pairs)[0]
 
 
-def forward_space(dim: int, value_dim: int) -> list[FwdParams]:
+def forward_space(dim: int, value_dim: int, of_pairs: bool = False) -> list[FwdParams]:
     """The forward's tiles that are worth timing."""
-    sizes = next(sizes for largest, sizes in SPACE.items() if dim <= largest[0] and value_dim <= largest[1])
-    return [_params(*x) for x in sizes]
+
+    def at(table):
+        return next(sizes for largest, sizes in table.items() if dim <= largest[0] and value_dim <= largest[1])
+
+    return [_params(*x) for x in ([at(OF_PAIRS)] if of_pairs else []) + at(SPACE)]
 
 
 def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
@@ -89,8 +102,20 @@ def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
 
 def single(dim: int, value_dim: int) -> bool:
     """Whether one kernel computes all gradients. (Queries of 64 beside values of 128 exceed its shared memory.)"""
-    dim, value_dim = (x + -x % WHOLE_COLUMNS for x in (dim, value_dim))
+    if in_panels(dim, value_dim):
+        return True
+    dim, value_dim = whole_columns(dim), whole_columns(value_dim)
     return value_dim <= dim <= 2 * ROWS and dim % ROWS == value_dim % ROWS == 0
+
+
+def in_panels(dim: int, value_dim: int) -> bool:
+    """Whether it takes heads in two panels."""
+    return dim == value_dim and tail_of(dim) is not None
+
+
+def whole_columns(dim: int) -> int:
+    """The head dim that the backward's kernels compute where they have no panels."""
+    return dim + -dim % WHOLE_COLUMNS
 
 
 def backward_effective(dim: int, value_dim: int) -> BwdParams:
