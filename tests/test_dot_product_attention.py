@@ -12,8 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from subjects import each_subject
 from tolerances import assert_close
 
-from ejkernel import InvalidInputError, UnsupportedError, dot_product_attention
-from ejkernel.ops import flash_attention as flash
+from ejkernel import InvalidInputError, UnsupportedError, dot_product_attention, explain
 
 slow = pytest.mark.slow
 theirs = functools.partial(jax.nn.dot_product_attention, implementation="xla")
@@ -205,22 +204,14 @@ def test_nothing_is_quadratic():
     assert max(_sizes(jax.make_jaxpr(jax.grad(loss))(x, key, key, lengths).jaxpr)) < 4096 * 4097 / 8
 
 
-def test_equal_lengths_are_a_plain_call(monkeypatch):
+def test_equal_lengths_are_a_plain_call():
     """So that every kernel can take them, cuDNN's too."""
-    seen = []
-    monkeypatch.setattr(
-        flash.OPERATION, "run", lambda arrays, statics: seen.append(flash.OPERATION._named(arrays, statics))
-    )
     x = jnp.ones((1, 5, 2, 8))
-    for options in (
-        {"is_causal": True, "local_window_size": (2, 1)},
-        {"query_seq_lengths": [5]},
-        {"local_window_size": -1},
-    ):
-        with pytest.raises(AttributeError):
-            dot_product_attention(x, x, x, **options)
-    assert [call["kv_start"] is None for call in seen] == [True, False, False]
-    assert (seen[0]["causal"], seen[0]["sliding_window"]) == (True, (2, 1))
+    _, plain = dot_product_attention.explained(x, x, x, is_causal=True, local_window_size=(2, 1))
+    assert (plain["causal"], plain["sliding_window"], plain.get("kv_start")) == (True, (2, 1), None)
+    for options in ({"query_seq_lengths": [5]}, {"local_window_size": -1}, {"local_window_size": jnp.int32(2)}):
+        _, by_data = dot_product_attention.explained(x, x, x, **options)
+        assert (by_data["causal"], by_data["sliding_window"], by_data["kv_start"].shape) == (False, None, (1, 5))
 
 
 X = jnp.ones((2, 8, 4, 16))
@@ -254,6 +245,18 @@ WRONG = [
 def test_wrong_arguments(argument, arguments, words):
     with pytest.raises(InvalidInputError, match=f"dot_product_attention: {argument} is .*{words}"):
         dot_product_attention(**{"query": X, "key": X, "value": X, **arguments})
+
+
+def test_explained():
+    x, lengths = jax.ShapeDtypeStruct((2, 4096, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def platforms(**options):
+        found = explain(dot_product_attention, x, key=x, value=x, device="nvidia-h200", gradients=True, **options)
+        return found.chosen.platform.value, found.backward.chosen.platform.value
+
+    assert platforms(is_causal=True, query_seq_lengths=lengths, scale=jnp.float32(1)) == ("pallas", "pallas")
+    assert platforms(is_causal=True, local_window_size=(1023, 0), implementation="cudnn")[0] == "cudnn"
+    assert platforms(mask=jax.ShapeDtypeStruct((4096, 4096), bool)) == ("triton", "triton")
 
 
 def test_a_kernel_that_cannot_run_here():

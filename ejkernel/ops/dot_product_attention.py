@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float, Int32, Num
 from ejkernel.contracts.support import Platform, as_member
 from ejkernel.ops.attention import AttentionChecker, as_seed, key_intervals, within
 from ejkernel.ops.core.checks import is_data
-from ejkernel.ops.core.operation import AnyArray
+from ejkernel.ops.core.operation import AnyArray, Operation
 from ejkernel.ops.flash_attention import OPERATION, Side
 
 _check = AttentionChecker("dot_product_attention")
@@ -72,7 +73,22 @@ def dot_product_attention(
         >>> dot_product_attention(x, x, x, is_causal=True, query_seq_lengths=lengths)[1, :, 0, 0].tolist()
         [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
-    shape = jnp.shape(query)
+    arguments = locals()
+    query = _array("query", query)
+    result = OPERATION(_as_flash(**{**arguments, "query": query}))
+    if not return_residual:
+        return result if query.ndim == 4 else result.reshape(query.shape)
+    out, lse = result
+    residual = jax.lax.stop_gradient(lse.swapaxes(1, 2).astype(query.dtype))
+    return (out, residual) if query.ndim == 4 else (out.reshape(query.shape), residual.reshape(query.shape[:-1]))
+
+
+def _as_flash(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, *, scale: Any, is_causal: Any, query_seq_lengths: Any,
+    key_value_seq_lengths: Any, local_window_size: Any, implementation: Any, return_residual: Any, dropout_rate: Any,
+    dropout_seed: Any, logits_soft_cap: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of ``flash_attention`` for a call."""
     query, key, value = _four("query", query), _four("key", key), _four("value", value)
     _check.main_arrays(query, key, value)
     if value.shape != key.shape:
@@ -88,11 +104,11 @@ def dot_product_attention(
         mask = _broadcastable("mask", mask, full)
         if mask.dtype != bool:
             _check.fail("mask", mask, "booleans; numbers to add to the logits are a bias")
-    lengths = [
-        None if given is None else _lengths(name, given, batch)
-        for name, given in (("query_seq_lengths", query_seq_lengths), ("key_value_seq_lengths", key_value_seq_lengths))
-    ]
+    q_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch)
+    kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     causal, window = _check.flag("is_causal", is_causal), _window(local_window_size)
+    if not is_data(scale):
+        scale = _check.scale(scale, head_dim, name="scale")
     arguments: dict[str, Any] = {
         **OPERATION.defaults,
         **_check.scaled_query({"query": query, "softmax_scale": scale}, name="scale"),
@@ -106,22 +122,34 @@ def dot_product_attention(
         "return_lse": _check.flag("return_residual", return_residual),
         "platform": as_member(implementation, Platform, "dot_product_attention: implementation"),
     }
-    if not is_data(scale):
-        arguments["softmax_scale"] = _check.scale(scale, head_dim, name="scale")
     static = all(side is None or (not is_data(side) and side >= 0) for side in window)
     bounded = causal or any(side is not None for side in window)
-    if static and all(given is None for given in lengths) and (q_len == kv_len or not bounded):
-        # Both alignments are one: the kernels may know the window.
-        arguments |= {"causal": causal, "sliding_window": window}
-    else:
-        start, stop = _intervals(window, *lengths, causal, (q_len, kv_len))
-        arguments |= {"kv_start": start, "kv_stop": stop}
-    result = OPERATION(arguments)
-    if not return_residual:
-        return result.reshape(shape)
-    out, lse = result
-    residual = jax.lax.stop_gradient(lse.swapaxes(1, 2).astype(key.dtype))
-    return out.reshape(shape), residual.reshape(shape[:-1])
+    if static and q_lengths is None and kv_lengths is None and (q_len == kv_len or not bounded):
+        # Both alignments are one, so the kernels may know of causality and the window.
+        return {**arguments, "causal": causal, "sliding_window": window}
+    start, stop = _intervals(window, q_lengths, kv_lengths, causal, (q_len, kv_len))
+    return {**arguments, "kv_start": start, "kv_stop": stop}
+
+
+def _explained(*args: Any, **kwargs: Any) -> tuple[Operation, dict[str, Any]]:
+    """The operation that runs a call, and its arguments with abstract arrays."""
+    bound = inspect.signature(dot_product_attention).bind(*args, **kwargs)
+    bound.apply_defaults()
+    leaves, tree = jax.tree.flatten(bound.arguments)
+    statics: dict[str, Any] = {}
+
+    def rewritten(arrays: list) -> dict[str, Any]:
+        arrays = iter(arrays)
+        mixed = [next(arrays) if is_data(leaf) else leaf for leaf in leaves]
+        arguments = _as_flash(**jax.tree.unflatten(tree, mixed))
+        statics.update((name, x) for name, x in arguments.items() if not is_data(x))
+        return {name: x for name, x in arguments.items() if is_data(x)}
+
+    abstract = jax.eval_shape(rewritten, [leaf for leaf in leaves if is_data(leaf)])
+    return OPERATION, {**statics, **abstract}
+
+
+dot_product_attention.explained = _explained
 
 
 def _array(name: str, value: Any) -> Any:
@@ -136,7 +164,7 @@ def _four(name: str, value: Any) -> Any:
     array = _array(name, value)
     if array.ndim > 4:
         _check.fail(name, array, f"at most four dimensions; it has {array.ndim}")
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+    return array if array.ndim == 4 else array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _broadcastable(name: str, value: Any, full: tuple[int, ...]) -> Any:
@@ -147,6 +175,8 @@ def _broadcastable(name: str, value: Any, full: tuple[int, ...]) -> Any:
 
 
 def _lengths(name: str, value: Any, batch: int) -> Any:
+    if value is None:
+        return None
     array = _array(name, value)
     if array.shape != (batch,) or array.dtype != jnp.int32:
         _check.fail(name, array, f"int32[{batch}], one length a batch entry")
@@ -184,8 +214,6 @@ def _intervals(
     left, right = (None if side is None else within(side, -longest, longest) for side in window)
     if causal:
         right = 0 if right is None else jnp.minimum(right, 0)
-    batch = max(jnp.shape(padding)[0], 1 if kv_lengths is None else kv_lengths.shape[0])
-    start, stop = key_intervals(row, jnp.int32(0), end, left, right)
-    start, stop = (jnp.broadcast_to(x, (batch, q_len)) for x in (start, stop))
+    start, stop, padding = jnp.broadcast_arrays(*key_intervals(row, jnp.int32(0), end, left, right), padding)
     # Rows past the end see nothing, at the place where the last row ends: neither end may decrease.
     return jnp.where(padding, stop, start), stop

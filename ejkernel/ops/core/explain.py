@@ -37,17 +37,10 @@ def explain(
     """
     if isinstance(operation, functools.partial):
         kwargs = {**operation.keywords, **kwargs}
-    name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")
-    found = kernel_registry.operation(name) if name in kernel_registry.list_algorithms() else None
-    if found is None:
-        known = [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)]
-        raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(known)}, or its name.")
-    bound = found.signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = found.normalise(dict(bound.arguments))
+    found, arguments = _bound(operation, args, kwargs)
     call, pins = found.bound(arguments)
     if device is None:
-        first = next(iter(bound.arguments.values()))
+        first = next(iter((*args, *kwargs.values())))
         device = surroundings().target or (next(iter(first.devices())) if is_concrete(first) else None)
     info = devices.describe(device)
     wanted = _wanted(found, arguments, gradients)
@@ -58,6 +51,20 @@ def explain(
     if not partition.applies(found, chosen, call.shapes, "forward"):
         return explanation
     return explanation.noting(partition.gathered(found, arguments, call))
+
+
+def _bound(operation: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The operation and all of its arguments by name."""
+    if hasattr(operation, "explained"):  # a function of another signature on an operation's kernels
+        return operation.explained(*args, **kwargs)
+    name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")
+    found = kernel_registry.operation(name) if name in kernel_registry.list_algorithms() else None
+    if found is None:
+        known = [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)]
+        raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(known)}, or its name.")
+    bound = found.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return found, found.normalise(dict(bound.arguments))
 
 
 def _wanted(operation: Any, arguments: dict[str, Any], gradients: bool | Iterable[str]) -> frozenset[str]:
