@@ -119,6 +119,9 @@ class Case:
                 (batch, self.q_len, self.kv_len),
                 (1, heads, self.q_len, self.kv_len),
                 (batch, 1, 1, self.kv_len),
+                (1, self.q_len, self.kv_len),
+                (batch, 1, self.kv_len),
+                (1, self.kv_len),
             ]
             mask = rng.random(shapes[self.variant % len(shapes)]) < 0.6
             arrays["attention_mask"] = jnp.asarray(mask if self.variant % 2 == 0 else mask.astype(np.int32) * 3)
@@ -132,7 +135,8 @@ class Case:
                 cuts = np.sort(rng.integers(0, n + 1, 4))
                 arrays[name] = jnp.asarray([0, cuts[0], cuts[1], cuts[1], cuts[2], cuts[3]], jnp.int32)
         if "sinks" in f:
-            shape = (heads, 3) if self.variant % 2 else (2,)
+            shared = (1, 2) if heads == 2 else (2,)  # one dimension as long as there are heads is refused
+            shape = (heads, 3) if self.variant % 2 else shared
             arrays["softmax_aux"] = normal(*shape, dtype="float64" if dtype == "float64" else "float32")
         if "dropout" in f:
             statics |= {"dropout_prob": 0.3}
@@ -176,7 +180,7 @@ COMBINED = [
     Case("mqa_causal", frozenset({"causal"}), kv_heads=1, group=4),
     Case("odd_dims", frozenset({"causal"}), head_dim=7, value_dim=5),
     *[Case(f"bias_{i}", frozenset({"bias", "lse"}), variant=i) for i in range(6)],
-    *[Case(f"mask_{i}", frozenset({"mask", "lse"}), variant=i, group=2) for i in range(5)],
+    *[Case(f"mask_{i}", frozenset({"mask", "lse"}), variant=i, group=2) for i in range(8)],
     Case("shuffled_segments", frozenset({"segments", "causal"}), variant=1),
     Case("segments_long", frozenset({"segments", "causal"}), q_len=130, kv_len=130),
     Case("varlen_causal_window", frozenset({"varlen", "causal", "window"}), q_len=61, kv_len=61, window=(6, 0)),

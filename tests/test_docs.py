@@ -58,6 +58,11 @@ def test_tuning_page():
     assert "gradients of key, query, value" in output.getvalue()
 
 
+def test_devices_page():
+    for block in python_blocks(ROOT / "docs" / "devices.md"):
+        exec(block, {})
+
+
 def test_serving_page():
     (block,) = python_blocks(ROOT / "docs" / "serving.md")
     exec(block, {})
@@ -77,12 +82,15 @@ def test_readme():
     assert "<!-- devices -->\n|" in text
 
 
-@pytest.mark.parametrize("name", [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)])
+OPERATIONS = [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)]
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, "dot_product_attention"])
 def test_operation_pages(name):
     page = ROOT / "docs" / "operations" / f"{name}.md"
     blocks = python_blocks(page)
     assert blocks
-    assert f"<!-- features: {name} -->\n|" in page.read_text()
+    assert (f"<!-- features: {name} -->\n|" in page.read_text()) == (name in OPERATIONS)
     scope = {}
     with contextlib.redirect_stdout(io.StringIO()):
         for block in blocks:

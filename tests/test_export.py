@@ -147,3 +147,23 @@ def test_restored_where_the_package_is_not_loaded(platform, kernel, tmp_path):
         pytest.skip("this Triton writes PTX that the plugin's assembler does not know")
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.count(kernel) >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("platform", ["triton", "pallas", "cudnn"])
+def test_restored_runs_on_a_gpu(platform, monkeypatch):
+    """The same results and gradients as the call that was exported."""
+    monkeypatch.setenv("EJKERNEL_NONDETERMINISTIC", "1")
+    if explain("flash_attention", X, X, X, causal=True, platform=platform).chosen is None:
+        pytest.skip(f"{platform} cannot run here")
+    arrays = [jax.random.normal(key, X.shape, X.dtype) for key in jax.random.split(jax.random.key(0), 3)]
+
+    def call(q, k, v):
+        return flash_attention(q, k, v, causal=True, platform=platform)
+
+    def gradients(call):
+        return jax.jit(jax.grad(lambda *arrays: (call(*arrays).astype("float32") ** 2).sum(), (0, 1, 2)))(*arrays)
+
+    restored = round_trip(jax.export.export(jax.jit(call), disabled_checks=export_checks())(*arrays))
+    np.testing.assert_array_equal(restored.call(*arrays).astype("float32"), call(*arrays).astype("float32"))
+    assert_trees_close(gradients(restored.call), gradients(call), "bfloat16", gradient=True)

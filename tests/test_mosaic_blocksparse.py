@@ -373,10 +373,35 @@ def test_nothing_spills(names, dim, direction, tmp_path):
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_on_a_gpu(name, dtype):
+    """Results and gradients, the same bits with a traced mask and in a second run."""
     case, arrays = make(name, dtype)
-    run = functools.partial(blocksparse_attention, **case.statics, platform="pallas")
     if explain("blocksparse_attention", **arrays, **case.statics, platform="pallas").chosen is None:
         pytest.skip("needs a Hopper GPU")
-    found = [run(**arrays), jax.jit(run)(**arrays)]
-    check(case, arrays, found[0])
-    assert all(bool((a == b).all()) for a, b in zip(*found, strict=True))
+    given = {name: jnp.asarray(x) for name, x in with_garbage(case, arrays).items()}
+    rng = np.random.default_rng(1)
+    shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
+    cotangents = (
+        rng.standard_normal(shape).astype(arrays["query"].dtype),
+        rng.standard_normal((shape[0], shape[2], shape[1])).astype(np.float32),
+    )
+    mask = arrays["sparsity_mask"]
+
+    def both(floats, mask):
+        def run(floats):
+            return blocksparse_attention(
+                **{**given, **floats, "sparsity_mask": mask}, **case.statics, platform="pallas"
+            )
+
+        found, pull = jax.vjp(run, floats)
+        return found, pull(tuple(map(jnp.asarray, cotangents)))[0]
+
+    floats = {name: given[name] for name in case.differentiable if name in given}
+    concrete, traced = jax.jit(lambda floats: both(floats, mask)), jax.jit(both)
+    found = [concrete(floats), concrete(floats), traced(floats, mask)]
+    check(case, arrays, found[0][0])
+    _, exact = expected_gradients(case, arrays, cotangents)
+    for what, gradient in exact.items():
+        assert_close(found[0][1][what], gradient, dtype, gradient=True, what=what)
+    for other in found[1:]:
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), found[0], other)
+        assert all(jax.tree.leaves(same)), same

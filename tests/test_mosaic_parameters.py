@@ -63,9 +63,12 @@ def test_backward_has_one_set(params, dims):
 
 
 def test_sets_of_the_backward():
-    for dims, only in {(64, 64): (128, 128, 8, 2), (128, 128): (64, 128, 8, 2), (128, 64): (64, 128, 8, 2)}.items():
+    for dims, only in {
+        **dict.fromkeys([(64, 64), (40, 56)], (128, 128, 8, 2)),
+        **dict.fromkeys([(128, 128), (128, 64), (72, 72), (80, 80), (96, 96), (120, 120)], (64, 128, 8, 2)),
+    }.items():
         assert effective(BwdParams(), dims, "backward") == BwdParams(**dict(zip(NAMES, only, strict=True)))
-    for dims in ((32, 32), (96, 96), (96, 64), (128, 96), (64, 128), (192, 128), (256, 256)):
+    for dims in ((32, 32), (80, 72), (96, 64), (128, 96), (64, 128), (192, 128), (256, 256)):
         assert effective(BwdParams(), dims, "backward") == BwdParams(q_blocksize=64, kv_blocksize=64, num_warps=8)
 
 

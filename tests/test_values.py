@@ -125,7 +125,7 @@ def test_rows_with_nothing_to_see(subject):
     out, lse = flash_attention(x, x, x, attention_mask=mask, return_lse=True, platform=subject.platform)
     assert (out == 0).all()
     assert (lse == -jnp.inf).all()
-    sinks = jnp.array([0.5, 1.5])
+    sinks = jnp.array([[0.5, 1.5]])
     out, lse = flash_attention(
         x, x, x, attention_mask=mask, softmax_aux=sinks, return_lse=True, platform=subject.platform
     )
@@ -137,7 +137,7 @@ def test_rows_with_nothing_to_see(subject):
 def test_sinks_of_minus_infinity_are_no_sinks(subject):
     arrays, _ = Case("plain").at(subject).make(subject.dtype)
     plain = flash_attention(**arrays, platform=subject.platform)
-    sunk = flash_attention(**arrays, softmax_aux=jnp.full((4,), -jnp.inf), platform=subject.platform)
+    sunk = flash_attention(**arrays, softmax_aux=jnp.full((1, 4), -jnp.inf), platform=subject.platform)
     np.testing.assert_array_equal(plain, sunk)
 
 

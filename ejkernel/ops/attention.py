@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from ejkernel.callib.integers import power_of_two
 from ejkernel.kernels.common.intervals import intervals
-from ejkernel.ops.core.checks import Checker
+from ejkernel.ops.core.checks import Checker, is_data
 from ejkernel.utils import log_sum_exp
 
 Window = tuple[int | None, int | None]
@@ -57,14 +58,21 @@ class AttentionChecker(Checker):
         """Sink logits, for all heads or for each."""
         if sinks is None:
             return
-        layout = f"[num_sinks] or [{heads}, num_sinks]"
+        layout = f"[num_sinks], [1, num_sinks] or [{heads}, num_sinks]"
         self.array("softmax_aux", sinks, layout, ranks=(1, 2), kinds=(jnp.floating,))
-        if sinks.shape[-1] == 0 or (sinks.ndim == 2 and sinks.shape[0] != heads):
+        if sinks.shape[-1] == 0 or (len(sinks.shape) == 2 and sinks.shape[0] not in (1, heads)):
             self.fail("softmax_aux", sinks, f"{layout} with at least one sink")
+        if heads > 1 and sinks.shape == (heads,):
+            self.fail(
+                "softmax_aux",
+                sinks,
+                f"two dimensions, since {heads} numbers for {heads} heads could mean either: softmax_aux[:, None] is "
+                f"one sink a head, softmax_aux[None, :] is {heads} sinks that all heads share",
+            )
 
-    def scale(self, scale: Any, head_dim: int) -> float:
+    def scale(self, scale: Any, head_dim: int, name: str = "softmax_scale") -> float:
         """The softmax scale or its default."""
-        return head_dim**-0.5 if scale is None else self.number("softmax_scale", scale, "a number")
+        return head_dim**-0.5 if scale is None else self.number(name, scale, "a number")
 
     def soft_cap(self, cap: Any) -> float | None:
         """A cap above 0, or none."""
@@ -74,12 +82,63 @@ class AttentionChecker(Checker):
             self.fail("logits_soft_cap", cap, "a number above 0, or None")
         return float(cap)
 
+    def dropout(self, probability_name: str, probability: Any, seed: Any) -> float:
+        """A probability, and a seed if it is above 0."""
+        share = self.number(probability_name, probability, "a probability in [0, 1)")
+        if not 0 <= share < 1:
+            self.fail(probability_name, probability, "a probability in [0, 1)")
+        if share and seed is None:
+            self.fail("dropout_seed", seed, f"an integer, since {probability_name} is above 0")
+        if seed is not None:
+            seed = np.asarray(seed) if isinstance(seed, int) else seed
+            self.array("dropout_seed", seed, "one integer", ranks=(0,), kinds=(jnp.integer,))
+        return share
+
+    def data(self, name: str, value: Any, expected: str, kinds: tuple[Any, ...], abstract: bool) -> None:
+        """A number that came as an array; only ``explain`` takes ``abstract`` ones."""
+        self.array(name, value, expected, ranks=(0,), kinds=kinds)
+        if isinstance(value, jax.ShapeDtypeStruct) and not abstract:
+            self.fail(name, value, f"{expected} (only explain takes abstract arrays)")
+
+    def scaled_query(
+        self, arguments: dict[str, Any], abstract: bool = False, name: str = "softmax_scale"
+    ) -> dict[str, Any]:
+        """The arguments, with a scale that came as an array multiplied into the query.
+
+        JAX then differentiates the product, and kernels have a scale of 1.
+        """
+        query, scale = arguments["query"], arguments["softmax_scale"]
+        if not is_data(scale):
+            return arguments
+        self.data(name, scale, "a number", (jnp.floating, jnp.integer), abstract)
+        self.array("query", query, "floats", ranks=(3, 4), kinds=(jnp.floating,))
+        return {**arguments, "query": query if abstract else _scaled(query, scale), "softmax_scale": 1.0}
+
+
+@jax.jit
+def _scaled(query: Array, scale: Array) -> Array:
+    wide = statistics_dtype(query)
+    return (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
+
 
 def effective_window(window: Window, causal: bool, longest: int) -> Window:
     """All that causality and the sliding window leave; a side as long as the arrays hides nothing."""
     # Sides that hide nothing go, for longer ones need not fit the kernels' integers.
     left, right = (None if side is not None and side >= longest else side for side in window)
     return left, 0 if causal else right
+
+
+def key_intervals(position: Any, first: Any, end: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    """Starts and stops of the keys that queries at these positions see, out of those from ``first`` to before ``end``."""
+    start = first if left is None else jnp.clip(position - left, first, end)
+    return start, end if right is None else jnp.clip(position + right + 1, start, end)
+
+
+def within(side: Any, low: int, high: int) -> Array:
+    """A window's side, of any integer dtype, as int32 between two bounds that fit."""
+    side = jnp.asarray(side)
+    side = side.astype(jnp.int32) if side.dtype.itemsize < 4 else side
+    return jnp.clip(side, max(low, jnp.iinfo(side.dtype).min), high).astype(jnp.int32)
 
 
 def window_words(window: Window) -> str:
@@ -96,6 +155,11 @@ def joined_sinks(sinks: Array, query: Array) -> Array:
     """``[1, H]``: the log-sum-exp of each head's sinks."""
     joined = log_sum_exp(sinks.astype(statistics_dtype(query)), axis=-1)
     return jnp.broadcast_to(joined, (1, query.shape[-2]))
+
+
+def as_seed(seed: Any) -> Any:
+    """A Python int may not fit the int32 that JAX would make of it."""
+    return np.uint32(seed & 0xFFFFFFFF) if type(seed) is int else seed
 
 
 def segment_pair(q_ids: Array, kv_ids: Array) -> tuple[Array, Array]:

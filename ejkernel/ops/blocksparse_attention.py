@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer, Num
 
 from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
@@ -50,7 +50,7 @@ def blocksparse_attention(
     *,
     causal: bool | np.bool_ = False,
     sliding_window: int | np.integer | Sequence[int | None] | None = None,
-    softmax_scale: float | int | None = None,
+    softmax_scale: float | int | Num[Array | np.ndarray, ""] | None = None,
     logits_soft_cap: float | int | None = None,
     softmax_aux: Float[AnyArray, "..."] | None = None,
     q_segment_ids: Integer[AnyArray, "batch q_len"] | None = None,
@@ -74,9 +74,9 @@ def blocksparse_attention(
         block_size: positions a block, or a pair for queries and keys; a last block may be partial.
         causal: query ``i`` sees keys ``j <= i + Sk - Sq``.
         sliding_window: ``(left, right)`` in positions, as in ``flash_attention``.
-        softmax_scale: default ``D ** -0.5``.
+        softmax_scale: default ``D ** -0.5``; an array has a gradient, as in ``flash_attention``.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
-        softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``.
+        softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``.
         q_segment_ids, kv_segment_ids: a query sees the keys of its own id; ids <= 0 are padding.
         return_lse: also return the log-sum-exp of the logits, ``[B, H, Sq]``, float32, sinks included.
         platform, backend: run exactly this implementation, or raise.
@@ -91,7 +91,7 @@ def blocksparse_attention(
         >>> blocksparse_attention(x, x, x, patterns.local(1)(8, 8), block_size=32).shape
         (1, 256, 2, 8)
     """
-    arguments = locals()
+    arguments = _check.scaled_query(locals())
     mask = _listed(query, key, value, sparsity_mask, block_size, causal, sliding_window)
     return OPERATION({**arguments, "sparsity_mask": mask})
 
@@ -244,8 +244,6 @@ class BlockSparseAttention(Operation):
     }
     gradients = ("query", "key", "value", "softmax_aux")
     shareable = frozenset({"blocks", "softmax_aux"})
-    # Lists that differ between heads make a loop over heads, for which the compiler gathers them.
-    self_partitioning = False
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, and a mask that has values gets its list of blocks."""
@@ -253,6 +251,7 @@ class BlockSparseAttention(Operation):
         if "sparsity_mask" in arguments:
             names = ("query", "key", "value", "sparsity_mask", "block_size", "causal", "sliding_window")
             arguments["sparsity_mask"] = _listed(*(arguments[name] for name in names))
+            arguments = _check.scaled_query(arguments, abstract=True)
         return arguments
 
     def bind(self, arguments: dict[str, Any]) -> Call:
@@ -328,6 +327,10 @@ class BlockSparseAttention(Operation):
         lists = "kgr" if spec.roomy and arrays["blocks"].start.shape[1] > 1 else "."
         return {**named, "blocks": Blocks("b kg", "b kg", "b kg", f"b {lists}")}, results
 
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where lists differ between heads: the kernel is a loop over them then, for which the heads are gathered."""
+        return arrays["blocks"].start.shape[1] == 1
+
     def localise(self, arrays: dict[str, Any], spec: BlockSparseSpec, index: Any) -> dict[str, Any]:
         """The lists of a device's first head begin where its part does."""
         blocks = arrays["blocks"]
@@ -386,7 +389,8 @@ class BlockSparseAttention(Operation):
 
         def make(like: Any) -> Any:
             if isinstance(like, Blocks):
-                return _full_lists(like)
+                q_block = -(-shapes["query"].shape[1] // like.start.shape[2])
+                return _full_lists(like, -(-shapes["key"].shape[1] // q_block))
             if jnp.issubdtype(like.dtype, jnp.floating):
                 return jax.random.normal(next(keys), like.shape, like.dtype)
             return jnp.ones(like.shape, like.dtype)
@@ -399,14 +403,16 @@ def _room(mask: Any) -> int:
     return mask.blocks.index.shape[1] if isinstance(mask, Listed) else power_of_two(math.prod(mask.shape[-3:]))
 
 
-def _full_lists(like: Blocks) -> Blocks:
-    """As many blocks a row as the list has room for, all at the array's start."""
+def _full_lists(like: Blocks, kv_blocks: int) -> Blocks:
+    """As many blocks a row as the list has room for, from the diagonal on."""
     _, heads, nq = like.start.shape
     room = max(1, like.index.shape[1] // (heads * nq))
     start = jnp.broadcast_to(jnp.arange(heads * nq, dtype=jnp.int32).reshape(heads, nq) * room, like.start.shape)
     start = jnp.minimum(start, like.index.shape[1] - 1)
     count = jnp.full(start.shape, room, jnp.int32)
-    return Blocks(start, jnp.zeros_like(count), count, jnp.zeros(like.index.shape, jnp.int32))
+    place = jnp.arange(like.index.shape[1], dtype=jnp.int32)
+    index = jnp.broadcast_to((place // room + place % room) % kv_blocks, like.index.shape)
+    return Blocks(start, jnp.zeros_like(count), count, index)
 
 
 OPERATION = BlockSparseAttention(blocksparse_attention)

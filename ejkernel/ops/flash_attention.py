@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Integer, Num
 
 from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
@@ -20,36 +21,42 @@ from ejkernel.contracts.support import Backend, Platform
 from ejkernel.kernels.common import dropout
 from ejkernel.ops.attention import (
     AttentionChecker,
+    as_seed,
     attention_axes,
     effective_window,
     joined_sinks,
+    key_intervals,
     nbytes,
     segment_pair,
     statistics_dtype,
     visible_pairs,
     window_words,
+    within,
 )
-from ejkernel.ops.core.checks import is_array
+from ejkernel.ops.core.checks import is_array, is_data
 from ejkernel.ops.core.operation import AnyArray, Operation
 from ejkernel.utils.values import concrete
 from ejkernel.xla_utils import prepare_sequence_ids
 
 _check = AttentionChecker("flash_attention")
 
+# One side of a window: static, or an array that may be traced.
+Side = int | np.integer | Integer[Array | np.ndarray, ""] | None
+
 
 def flash_attention(
-    query: Float[AnyArray, "batch q_len heads head_dim"],
-    key: Float[AnyArray, "batch kv_len kv_heads head_dim"],
-    value: Float[AnyArray, "batch kv_len kv_heads value_dim"],
+    query: Float[AnyArray, "*batch q_len heads head_dim"],
+    key: Float[AnyArray, "*batch kv_len kv_heads head_dim"],
+    value: Float[AnyArray, "*batch kv_len kv_heads value_dim"],
     attention_mask: Bool[AnyArray, "..."] | Integer[AnyArray, "..."] | None = None,
     bias: Float[AnyArray, "..."] | None = None,
     causal: bool | np.bool_ = False,
-    softmax_scale: float | int | None = None,
+    softmax_scale: float | int | Num[Array | np.ndarray, ""] | None = None,
     dropout_prob: float | int = 0.0,
     dropout_seed: int | Integer[AnyArray, ""] | None = None,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
-    sliding_window: int | np.integer | Sequence[int | None] | None = None,
+    sliding_window: Side | Sequence[Side] = None,
     logits_soft_cap: float | int | None = None,
     cum_seqlens_q: Integer[AnyArray, " offsets"] | None = None,
     cum_seqlens_k: Integer[AnyArray, " offsets"] | None = None,
@@ -60,36 +67,40 @@ def flash_attention(
     return_lse: bool = False,
     platform: Platform | str | None = None,
     backend: Backend | str | None = None,
-) -> Float[Array, "batch q_len heads value_dim"] | tuple[Array, Array]:
+) -> Float[Array, "*batch q_len heads value_dim"] | tuple[Array, Array]:
     """Exact attention whose memory grows with the length, not with its square.
 
     Logits are ``softmax_scale * query @ key``, then capped, then biased, then masked. A query that may attend to nothing
     gives 0. Half precision accumulates in float32; the output has the query's dtype.
 
     Args:
-        query: ``[B, Sq, H, D]``.
+        query: ``[B, Sq, H, D]``; packed sequences may come without a batch, ``[T, H, D]``.
         key: ``[B, Sk, Hkv, D]``; ``H`` is a multiple of ``Hkv`` and query head ``h`` uses key head ``h // (H / Hkv)``.
         value: ``[B, Sk, Hkv, Dv]``.
-        attention_mask: boolean or integer, non-zero = attend: ``[B, Sk]``, ``[B, Sq, Sk]``, or four dimensions that
-            broadcast to ``[B, H, Sq, Sk]``.
+        attention_mask: boolean or integer, non-zero = attend: ``[B, Sk]``, ``[B, Sq, Sk]`` or ``[B, H, Sq, Sk]``; any of
+            these sizes may be 1.
         bias: added to the capped logits; broadcasts to ``[B, H, Sq, Sk]`` as in numpy.
         causal: query ``i`` sees keys ``j <= i + Sk - Sq``.
-        softmax_scale: default ``D ** -0.5``.
+        softmax_scale: default ``D ** -0.5``. An array, which may be traced, has a gradient: it multiplies the query, which is
+            then rounded to its dtype.
         dropout_prob: share of the attention weights to drop, in [0, 1); the others are scaled by ``1 / (1 - p)``.
         dropout_seed: decides, with the indices of batch, head, query and key, which; the same on every platform.
         fwd_params, bwd_params: block sizes and the like. They change the speed, never the result's meaning.
         sliding_window: ``(left, right)``: query ``i`` sees keys from ``p - left`` to ``p + right``, both included, where
-            ``p = i + Sk - Sq``; an int is both sides, None is unbounded.
+            ``p = i + Sk - Sq``; an int is both sides, None is unbounded. A side may be an array, which may be traced: one
+            compilation then serves all windows, and a traced side below 0 counts as 0.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
         cum_seqlens_q, cum_seqlens_k: ``[N + 1]`` offsets of sequences packed into a batch of 1; causality and the window
             then count within a sequence, and tokens past the last offset are padding.
-        softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``: they join the softmax's denominator alone.
+        softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``: they join the softmax's
+            denominator alone. One dimension of length H could mean either and is refused.
         q_segment_ids, kv_segment_ids: a query sees the keys of its own id; ids <= 0 are padding.
-        return_lse: also return the log-sum-exp of the logits, ``[B, H, Sq]``, float32, sinks included.
+        return_lse: also return the log-sum-exp of the logits, ``[B, H, Sq]`` (``[H, T]``), float32, sinks included.
         platform, backend: run exactly this implementation, or raise.
 
     Returns:
-        ``[B, Sq, H, Dv]``, or ``(out, lse)``. Query, key, value, bias and softmax_aux have gradients, and so has the lse.
+        ``[B, Sq, H, Dv]`` (``[T, H, Dv]``), or ``(out, lse)``. Query, key, value, bias, softmax_aux and a softmax_scale that
+        is an array have gradients, and so has the lse.
 
     Example:
         >>> import jax.numpy as jnp
@@ -98,12 +109,71 @@ def flash_attention(
         >>> flash_attention(x, x, x, causal=True, sliding_window=(1, 0)).shape
         (1, 4, 2, 8)
     """
-    return OPERATION({**locals(), "dropout_seed": _seed(dropout_seed)})
+    arguments = {**locals(), "dropout_seed": as_seed(dropout_seed)}
+    if not _needs_rewriting(arguments):
+        return OPERATION(arguments)
+    result = OPERATION(_rewritten(arguments))
+    return jax.tree.map(lambda x: x[0], result) if len(query.shape) == 3 else result
 
 
-def _seed(seed: Any) -> Any:
-    """A Python int may not fit the int32 that JAX would make of it."""
-    return np.uint32(seed & 0xFFFFFFFF) if type(seed) is int else seed
+def _needs_rewriting(a: dict[str, Any]) -> bool:
+    """Whether an argument has a form that the operation does not know."""
+    return is_data(a["softmax_scale"]) or _from_data(a["sliding_window"]) or _lacks_batch(a)
+
+
+def _from_data(window: Any) -> bool:
+    return any(map(is_data, window)) if isinstance(window, tuple | list) else is_data(window)
+
+
+def _lacks_batch(a: dict[str, Any]) -> bool:
+    """Whether packed sequences came as ``[T, H, D]``."""
+    main = (a["query"], a["key"], a["value"])
+    return a["cum_seqlens_q"] is not None and all(is_array(x) and len(x.shape) == 3 for x in main)
+
+
+def _rewritten(a: dict[str, Any], abstract: bool = False) -> dict[str, Any]:
+    """The call in the forms that the operation knows: a static scale, a batch, windows that are arrays as intervals."""
+    if _lacks_batch(a):
+        main = {name: a[name] for name in ("query", "key", "value")}
+        a = {**a, **{n: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) if abstract else x[None] for n, x in main.items()}}
+    a = _check.scaled_query(a, abstract)
+    if not _from_data(a["sliding_window"]):
+        return a
+    _check.main_arrays(a["query"], a["key"], a["value"])
+    _check_packing(a["cum_seqlens_q"], a["cum_seqlens_k"], a["query"].shape[0])
+    window, causal = _sides(a["sliding_window"], abstract), _check.flag("causal", a["causal"])
+    lengths = (a["query"].shape[1], a["key"].shape[1])
+    if abstract:
+        rows = jax.ShapeDtypeStruct((1, lengths[0]), jnp.int32)
+        intervals = (rows, rows)
+    else:
+        intervals = _intervals(window, a["cum_seqlens_q"], a["cum_seqlens_k"], causal, lengths)
+    return {**a, "causal": False, "sliding_window": None, **dict(zip(FlashAttention.inside, intervals, strict=True))}
+
+
+def _sides(window: Any, abstract: bool) -> tuple[Any, Any]:
+    """A window's sides of which one at least is an array; what is wrong with one is known only if it is concrete."""
+    sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    # What is static is checked as ever, with arrays as if they were 0.
+    _check.window("sliding_window", tuple(0 if is_data(side) else side for side in sides))
+    for side in filter(is_data, sides):
+        _check.data("sliding_window", side, "whole numbers ≥ 0, each a scalar", (jnp.integer,), abstract)
+        values = concrete(side)
+        if values is not None and values < 0:
+            _check.fail("sliding_window", side, f"whole numbers ≥ 0; a side is {values}")
+    return sides
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "lengths"))
+def _intervals(window: tuple, cum_q: Any, cum_k: Any, causal: bool, lengths: tuple[int, int]) -> tuple[Array, Array]:
+    """``[1, Sq]`` starts and stops of the keys that each query sees through a window that is known only to the device."""
+    left, right = (None if side is None else within(side, 0, max(lengths)) for side in window)
+    window = (left, 0 if causal else right)
+    if cum_q is not None:
+        return _packed_intervals(cum_q.astype(jnp.int32), cum_k.astype(jnp.int32), lengths[0], window)
+    position = jnp.arange(lengths[0], dtype=jnp.int32) + (lengths[1] - lengths[0])
+    start, stop = key_intervals(position, jnp.zeros_like(position), jnp.full_like(position, lengths[1]), *window)
+    return start[None], stop[None]
 
 
 @dataclass(frozen=True)
@@ -125,8 +195,9 @@ class FlashAttention(Operation):
 
     ``query``, ``key``, ``value`` as passed; ``attention_mask`` boolean and ``bias``, both ``[B|1, H|1, Sq|1, Sk|1]``;
     ``softmax_aux`` float32 ``[B|1, H]``, the sinks' log-sum-exp; ``q_segment_ids``, ``kv_segment_ids`` ``[B, S]``;
-    ``kv_start``, ``kv_stop`` int32 ``[B|1, Sq]`` for packed sequences, the interval of keys that each query may see with
-    causality and the window counted in, neither ever decreasing; ``dropout_key`` uint32 ``[B]``.
+    ``kv_start``, ``kv_stop`` int32 ``[B|1, Sq]`` for packed sequences and for windows and lengths that come as arrays, the
+    interval of keys that each query may see with causality and the window counted in, neither ever decreasing;
+    ``dropout_key`` uint32 ``[B]``.
     """
 
     name = "flash_attention"
@@ -148,15 +219,15 @@ class FlashAttention(Operation):
     gradients = ("query", "key", "value", "bias", "softmax_aux")
     shareable = frozenset({"attention_mask", "bias", "softmax_aux", "kv_start", "kv_stop"})
     undemanding = frozenset({"causal", "window", "sinks", "gqa", "cross"})
+    inside = ("kv_start", "kv_stop")
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Lists become tuples, Python seeds 32 bits."""
+        """Lists become tuples, Python seeds 32 bits; all arguments of a call that is only explained are brought in form."""
         arguments = super().normalise(arguments)
-        return (
-            {**arguments, "dropout_seed": _seed(arguments["dropout_seed"])}
-            if "dropout_seed" in arguments
-            else arguments
-        )
+        if "query" not in arguments:
+            return arguments
+        arguments["dropout_seed"] = as_seed(arguments["dropout_seed"])
+        return _rewritten(arguments, abstract=True) if _needs_rewriting(arguments) else arguments
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
@@ -167,12 +238,13 @@ class FlashAttention(Operation):
         full = (batch, heads, q_len, kv_len)
         self._check_mask(a["attention_mask"], full)
         self._check_bias(a["bias"], full)
-        self._check_packing(a["cum_seqlens_q"], a["cum_seqlens_k"], batch)
+        _check_packing(a["cum_seqlens_q"], a["cum_seqlens_k"], batch)
         _check.segments(a["q_segment_ids"], a["kv_segment_ids"], batch, q_len, kv_len)
         _check.sinks(a["softmax_aux"], heads)
         window = _check.window("sliding_window", a["sliding_window"])
         spec = self._spec(a, head_dim, window, max(q_len, kv_len))
         _check.flag("return_lse", a["return_lse"])
+        by_data = a.get("kv_start") is not None
         used = {
             "causal": (spec.causal, "causal"),
             "window": (window != (None, None), "sliding_window"),
@@ -180,7 +252,10 @@ class FlashAttention(Operation):
             "bias": (a["bias"] is not None, "bias"),
             "mask": (a["attention_mask"] is not None, "attention_mask"),
             "segments": (a["q_segment_ids"] is not None, "q_segment_ids"),
-            "varlen": (a["cum_seqlens_q"] is not None, "cum_seqlens_q"),
+            "varlen": (
+                by_data or a["cum_seqlens_q"] is not None,
+                "keys of each query from data" if by_data else "cum_seqlens_q",
+            ),
             "sinks": (a["softmax_aux"] is not None, "softmax_aux"),
             "dropout": (spec.dropout_prob > 0, "dropout_prob"),
             "gqa": (heads != kv_heads, f"{heads} query heads for {kv_heads} key heads"),
@@ -191,6 +266,8 @@ class FlashAttention(Operation):
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
         return Call(
             operation=self.name,
+            # A plain function cannot be told of intervals.
+            runs_on=self.name if by_data else "",
             arguments=self.given(a),
             spec=spec,
             dtype=jnp.dtype(a["query"].dtype).name,
@@ -215,13 +292,12 @@ class FlashAttention(Operation):
         if mask is None:
             return
         batch, _, q_len, kv_len = full
-        layout = f"[{batch}, {kv_len}], [{batch}, {q_len}, {kv_len}] or four dimensions that broadcast to {list(full)}"
+        layout = f"[{batch}, {kv_len}], [{batch}, {q_len}, {kv_len}] or four dimensions {list(full)}, each of them its own size or 1"
         if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.floating):
             _check.fail("attention_mask", mask, f"{layout}, boolean or integer; a float to add to the logits is a bias")
         _check.array("attention_mask", mask, layout, ranks=(2, 3, 4), kinds=(jnp.bool_, jnp.integer))
-        exact = {2: (batch, kv_len), 3: (batch, q_len, kv_len)}
-        fits = mask.shape == exact[mask.ndim] if mask.ndim in exact else _broadcasts(mask.shape, full)
-        if not fits:
+        whole = {2: (batch, kv_len), 3: (batch, q_len, kv_len), 4: full}[len(mask.shape)]
+        if not _broadcasts(mask.shape, whole):
             _check.fail("attention_mask", mask, layout)
 
     def _check_bias(self, bias: Any, full: tuple[int, ...]) -> None:
@@ -232,41 +308,14 @@ class FlashAttention(Operation):
         if not _broadcasts(_four(bias.shape), full):
             _check.fail("bias", bias, layout)
 
-    def _check_packing(self, cum_q: Any, cum_k: Any, batch: int) -> None:
-        if cum_q is None and cum_k is None:
-            return
-        pair = {"cum_seqlens_q": cum_q, "cum_seqlens_k": cum_k}
-        for name, offsets in pair.items():
-            _check.array(name, offsets, "[sequences + 1], beside its pair", ranks=(1,), kinds=(jnp.integer,))
-            if offsets.shape[0] < 2:
-                _check.fail(name, offsets, "at least two offsets: [0, length]")
-        if cum_q.shape != cum_k.shape:
-            _check.fail("cum_seqlens_k", cum_k, f"as many offsets as cum_seqlens_q has, {cum_q.shape[0]}")
-        if batch > 1:
-            _check.fail("cum_seqlens_q", cum_q, f"a batch of 1 with packed sequences; the batch is {batch}")
-
     def _spec(self, a: dict[str, Any], head_dim: int, window: tuple[int | None, int | None], longest: int) -> FlashSpec:
-        seed = a["dropout_seed"]
-        probability = _check.number("dropout_prob", a["dropout_prob"], "a probability in [0, 1)")
-        if not 0 <= probability < 1:
-            _check.fail("dropout_prob", a["dropout_prob"], "a probability in [0, 1)")
-        if probability and seed is None:
-            _check.fail("dropout_seed", seed, "an integer, since dropout_prob is above 0")
-        if seed is not None:
-            _check.array(
-                "dropout_seed",
-                np.asarray(seed) if isinstance(seed, int) else seed,
-                "one integer",
-                ranks=(0,),
-                kinds=(jnp.integer,),
-            )
         causal = _check.flag("causal", a["causal"])
         return FlashSpec(
             causal=causal,
             window=effective_window(window, causal, longest),
             softmax_scale=_check.scale(a["softmax_scale"], head_dim),
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
-            dropout_prob=probability,
+            dropout_prob=_check.dropout("dropout_prob", a["dropout_prob"], a["dropout_seed"]),
         )
 
     def check_values(self, arguments: dict[str, Any]) -> None:
@@ -297,9 +346,11 @@ class FlashAttention(Operation):
             arrays["bias"] = jnp.reshape(bias, _four(bias.shape))
         if a["q_segment_ids"] is not None:
             arrays["q_segment_ids"], arrays["kv_segment_ids"] = segment_pair(a["q_segment_ids"], a["kv_segment_ids"])
-        if a["cum_seqlens_q"] is not None:
+        if a.get("kv_start") is not None:
+            arrays |= {name: a[name] for name in self.inside}
+        elif a["cum_seqlens_q"] is not None:
             arrays["kv_start"], arrays["kv_stop"] = _packed_intervals(
-                a["cum_seqlens_q"].astype(jnp.int32), a["cum_seqlens_k"].astype(jnp.int32), query.shape[1], spec
+                a["cum_seqlens_q"].astype(jnp.int32), a["cum_seqlens_k"].astype(jnp.int32), query.shape[1], spec.window
             )
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
@@ -370,15 +421,27 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
 
 
-def _packed_intervals(cum_q: Array, cum_k: Array, q_len: int, spec: FlashSpec) -> tuple[Array, Array]:
+def _check_packing(cum_q: Any, cum_k: Any, batch: int) -> None:
+    if cum_q is None and cum_k is None:
+        return
+    pair = {"cum_seqlens_q": cum_q, "cum_seqlens_k": cum_k}
+    for name, offsets in pair.items():
+        _check.array(name, offsets, "[sequences + 1], beside its pair", ranks=(1,), kinds=(jnp.integer,))
+        if offsets.shape[0] < 2:
+            _check.fail(name, offsets, "at least two offsets: [0, length]")
+    if cum_q.shape != cum_k.shape:
+        _check.fail("cum_seqlens_k", cum_k, f"as many offsets as cum_seqlens_q has, {cum_q.shape[0]}")
+    if batch > 1:
+        _check.fail("cum_seqlens_q", cum_q, f"a batch of 1 with packed sequences; the batch is {batch}")
+
+
+def _packed_intervals(cum_q: Array, cum_k: Array, q_len: int, window: tuple[Any, Any]) -> tuple[Array, Array]:
     """``[1, Sq]`` starts and stops of the keys that each packed query may see."""
     sequence = prepare_sequence_ids(cum_q, q_len)
     padding = sequence < 0
     q_end, k_first, k_end = cum_q[sequence + 1], cum_k[sequence], cum_k[sequence + 1]
     position = jnp.arange(q_len, dtype=jnp.int32) - q_end + k_end
-    left, right = spec.window
-    start = k_first if left is None else jnp.clip(position - left, k_first, k_end)
-    stop = k_end if right is None else jnp.clip(position + right + 1, start, k_end)
+    start, stop = key_intervals(position, k_first, k_end, *window)
     return jnp.where(padding, cum_k[-1], start)[None], jnp.where(padding, cum_k[-1], stop)[None]
 
 

@@ -93,8 +93,6 @@ class GroupedMatmul(Operation):
         "preferred_element_type": "a result of another dtype than the operands",
     }
     gradients = ("a", "b")
-    # A loop over groups cuts rows anywhere.
-    self_partitioning = False
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
@@ -223,6 +221,10 @@ class GroupedMatmul(Operation):
         if "bounds" in arrays:
             return {"a": "b m", "b": "b . n" if spec.transpose_b else "b . . n"}, ("b m n", "b")
         return {"a": "b g m", "b": "b g n" if spec.transpose_b else "b g . n"}, ("b g m n", "b")
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where groups begin at any row."""
+        return "bounds" not in arrays
 
     def localise(self, arrays: dict[str, Any], spec: GroupedSpec, index: Callable[[str], Any]) -> dict[str, Any]:
         """Bounds count from the first row that a device has."""

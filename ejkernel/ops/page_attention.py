@@ -41,7 +41,7 @@ def page_attention(
     value_cache: Num[AnyArray, "num_blocks kv_heads block_size value_dim"],
     context_lens: Integer[AnyArray, " batch"],
     block_tables: Integer[AnyArray, "batch max_blocks"],
-    softmax_scale: float | int | None = None,
+    softmax_scale: float | int | Num[Array | np.ndarray, ""] | None = None,
     block_size: int | np.integer | None = None,
     *,
     cum_seqlens_q: Integer[AnyArray, " offsets"] | None = None,
@@ -71,7 +71,7 @@ def page_attention(
         context_lens: ``[B]``, how many tokens each context has, the query's own included. 0 gives an output of 0.
         block_tables: ``[B, max_blocks]``: where each context's pages are. Entries past its last page may be anything, and so
             may those of pages that the window leaves out wholly.
-        softmax_scale: default ``D ** -0.5``.
+        softmax_scale: default ``D ** -0.5``; an array has a gradient, as in ``flash_attention``.
         block_size: the caches' own says the same; given, it must agree.
         cum_seqlens_q: ``[B + 1]`` offsets into a packed query: sequence ``b`` has the tokens from ``cum_seqlens_q[b]`` to
             ``cum_seqlens_q[b + 1]``, the last ``n`` of its context. Token ``i`` of them sees keys up to
@@ -79,7 +79,7 @@ def page_attention(
         sliding_window: ``(left, right)`` or an int for both: a token at position ``p`` sees keys from ``p - left`` on, and none
             to its right.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
-        softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``: they join the softmax's denominator alone.
+        softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``: they join the softmax's denominator alone.
         k_scale, v_scale: what stored keys and values are multiplied by, a scalar or ``[Hkv]``; default 1.
         num_splits: into how many ranges, computed apart and merged, a context is cut. It changes the speed alone.
         return_lse: also return the log-sum-exp of the logits, ``[B, H]`` (``[T, H]``), float32, sinks included.
@@ -97,7 +97,8 @@ def page_attention(
         >>> page_attention(jnp.ones((2, 4, 8)), cache, cache, jnp.array([40, 7]), tables).shape
         (2, 4, 8)
     """
-    return OPERATION({**locals(), "k_scale": as_factor(k_scale), "v_scale": as_factor(v_scale)})
+    arguments = _check.scaled_query(locals())
+    return OPERATION({**arguments, "k_scale": as_factor(k_scale), "v_scale": as_factor(v_scale)})
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,6 @@ class PageAttention(Operation):
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
-    # The gradients of pages that all sequences share are added up page by page.
-    self_partitioning = False
     # Which kernel is faster depends on whether sequences fill the chip: shipped times tell nothing of far smaller batches.
     farthest = 2.0
     shareable = frozenset({"key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"})
@@ -145,7 +144,8 @@ class PageAttention(Operation):
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, Python numbers arrays where arrays are meant."""
         arguments = super().normalise(arguments)
-        return {name: as_factor(x) if name in ("k_scale", "v_scale") else x for name, x in arguments.items()}
+        arguments = {name: as_factor(x) if name in ("k_scale", "v_scale") else x for name, x in arguments.items()}
+        return _check.scaled_query(arguments, abstract=True) if "query" in arguments else arguments
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
@@ -255,6 +255,10 @@ class PageAttention(Operation):
         named |= dict.fromkeys(("context_lens", "block_tables"), tokens)
         named |= dict.fromkeys(("key_cache", "value_cache"), ". . k") | dict.fromkeys(("k_scale", "v_scale"), "e k")
         return named, (f"{tokens} kg", f"{tokens} kg")
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where gradients are added to the pages that all sequences share."""
+        return direction == "forward"
 
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Zeros where there is no sequence, no page or no room in the table."""

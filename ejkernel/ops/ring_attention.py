@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, Num
 
 from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
@@ -44,7 +44,7 @@ def ring_attention(
     axis_name: str | Sequence[str] = "ring",
     causal: bool | np.bool_ = True,
     *,
-    softmax_scale: float | int | None = None,
+    softmax_scale: float | int | Num[Array | np.ndarray, ""] | None = None,
     sliding_window: int | np.integer | Sequence[int | None] | None = None,
     logits_soft_cap: float | int | None = None,
     softmax_aux: Float[AnyArray, "..."] | None = None,
@@ -66,10 +66,10 @@ def ring_attention(
         value: ``[B, S / n, Hkv, Dv]``.
         axis_name: the mesh axis over which the sequence is spread.
         causal: a query sees no key that comes after it in the whole sequence.
-        softmax_scale: default ``D ** -0.5``.
+        softmax_scale: default ``D ** -0.5``; an array has a gradient, as in ``flash_attention``.
         sliding_window: ``(left, right)`` in positions of the whole sequence, as in ``flash_attention``.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
-        softmax_aux: sink logits ``[num_sinks]`` or ``[H, num_sinks]``, the same on every device of the ring.
+        softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``, the same on every device of the ring.
         q_segment_ids, kv_segment_ids: this device's shards; a query sees the keys of its own id; ids <= 0 are padding.
         layout: ``"contiguous"``: device ``d`` holds the ``d``-th part. ``"zigzag"``: of ``2 n`` chunks it holds ``d`` and
             ``2 n - 1 - d``, so that causal work is the same on all; see ``ring_shard``.
@@ -88,7 +88,7 @@ def ring_attention(
         >>> ring_attention(x, x, x, mesh=mesh).shape
         (1, 64, 2, 8)
     """
-    arguments = locals()
+    arguments = _check.scaled_query(locals())
     arrays = tuple(arguments[name] for name in OPERATION.arrays)
     statics = tuple(arguments[name] for name in OPERATION.statics)
     statics = tuple(tuple(x) if isinstance(x, list) else x for x in statics)
@@ -266,6 +266,8 @@ class RingAttention(Operation):
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples; beside a mesh, whole arrays become a device's."""
         arguments = super().normalise(arguments)
+        if "query" in arguments:
+            arguments = _check.scaled_query(arguments, abstract=True)
         mesh, axis = arguments.pop("mesh", None), arguments.get("axis_name")
         if mesh is None:
             return arguments

@@ -122,7 +122,8 @@ class ListedOperands(FlashOperands):
         columns = (start, jnp.zeros_like(start), full * parts, (count - full) * parts)
         shape = (batch, *start.shape[1:])
         table = jnp.stack([jnp.broadcast_to(x, shape) for x in columns], -1)
-        walks = jnp.concatenate([table.reshape(-1), jnp.minimum(index, blocks - 1).reshape(-1)])
+        # A loop reads an entry further than its list goes.
+        walks = jnp.concatenate([table.reshape(-1), jnp.minimum(index, blocks - 1).reshape(-1), start[0, 0, :1]])
         return Walks(walks, entries // batch if batch > 1 else 0, unmasked, masked)
 
     def constants(self, full: bool, partial: bool, **more: Any) -> Any:

@@ -14,7 +14,7 @@ from ejkernel.callib.chips import CHIPS
 from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
-from ejkernel.kernels._triton.call import call, interpreting, on_nvidia, passes_twice, product_precision
+from ejkernel.kernels._triton.call import call, interpreting, on_nvidia, passes_twice
 from ejkernel.kernels._triton.flash_blocks import padded
 from ejkernel.kernels._triton.page_plan import ROUNDING, Plan, plan, tile_count
 from ejkernel.kernels.common.decoding import MOST_ROWS
@@ -102,7 +102,7 @@ def attend(
         sinks=r.sinks is not None,
         k_scale=r.k_scale is not None,
         v_scale=r.v_scale is not None,
-        precision=product_precision(r.query.dtype, device),
+        precision="ieee" if r.query.dtype == jnp.float32 else "tf32",
         whole=whole,
         fast_tanh=r.cap is not None and r.query.dtype != jnp.float32 and on_nvidia(device),
         cache=narrow,

@@ -19,6 +19,7 @@ from ejkernel.kernels._triton.flash_pieces import (
     LOG2E,
     array_of,
     block_end,
+    entry_at,
     hidden_as_zero,
     ids_at,
     interval,
@@ -113,12 +114,18 @@ def forward(
     walk = walk_of(block, q_first, head, q_len, C.q_size, C)
     begin, before, full, after = load_walk(walks, batch * walk_batch + walk, C)
     if C.full:
+        entry = entry_at(walks, begin, before, C.kv_size, C.bn)
         for t in tl.range(before, before + full):
-            first = step_at(walks, begin, t, C.kv_size, C.bn)
+            first = step_at(begin, entry, t, C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + 1, C.kv_size, C.bn)
             top, total, acc = forward_step(top, total, acc, q_tile, first, keys, row_state, tiles, geometry, C, False)
     if C.partial:
+        entry = entry_at(walks, begin, full, C.kv_size, C.bn)
         for t in tl.range(0, before + after):
-            first = step_at(walks, begin, tl.where(t < before, t, t + full), C.kv_size, C.bn)
+            first = step_at(begin, entry, tl.where(t < before, t, t + full), C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + full + 1, C.kv_size, C.bn)
             top, total, acc = forward_step(top, total, acc, q_tile, first, keys, row_state, tiles, geometry, C, True)
     nothing = total == 0
     acc = acc * tl.where(nothing, 0.0, C.keep / tl.where(nothing, 1.0, total))[:, None]
@@ -130,7 +137,7 @@ def forward(
 
 @triton.jit
 def head_and_step(k_head, t, steps, C: tl.constexpr):
-    """The query head and its step of a loop over all that share a key head; of lists of their own, the first head."""
+    """The query head and its step of a loop over all that share a key head; of lists of their own, the first of the heads."""
     if C.group == 1:
         return k_head, t
     elif C.own_lists:
@@ -140,16 +147,13 @@ def head_and_step(k_head, t, steps, C: tl.constexpr):
 
 
 @triton.jit
-def listed_head(walks, begin, head, step, q_len, C: tl.constexpr):
-    """The query head of a step, and where the step begins."""
+def head_and_block(head, entry, q_len, C: tl.constexpr):
+    """What an entry says: the query head and the block of queries. Lists of their own count through the heads of a group."""
     if C.own_lists:
-        parts: tl.constexpr = (C.q_size + C.bm - 1) // C.bm
-        # Such a list counts blocks of queries through all heads of a group.
-        entry = tl.load(walks + begin + step // parts)
         blocks = tl.cdiv(q_len, C.q_size)
-        return head + entry // blocks, entry % blocks * C.q_size + step % parts * C.bm
+        return head + entry // blocks, entry % blocks
     else:
-        return head, step_at(walks, begin, step, C.q_size, C.bm)
+        return head, entry
 
 
 @triton.jit
@@ -251,19 +255,26 @@ def backward_keys(
     mask_of, bias_of = (mask, mask_batch, mask_head, mask_row), (bias, bias_batch, bias_head, bias_row)
     # One loop over the heads of a group and the steps of each, so that loads are under way across heads.
     if C.full:
+        entry = entry_at(walks, begin, before, C.q_size, C.bm)
         for t in tl.range(0, C.rounds * full):
             head, step = head_and_step(k_head, t, full, C)
-            head, first = listed_head(walks, begin, head, before + step, q_len, C)
+            head, listed = head_and_block(head, entry, q_len, C)
             queries, tiles = queries_of(refs, mask_of, bias_of, head, q_len, C)
+            first = step_at(begin, listed, before + step, C.q_size, C.bm)
+            if C.q_size > 0:
+                entry = entry_at(walks, begin, head_and_step(k_head, t + 1, full, C)[1], C.q_size, C.bm)
             dk_acc, dv_acc = keys_step(
                 dk_acc, dv_acc, first, k_tile, v_tile, columns, queries, tiles, geometry, C, False
             )
     if C.partial:
+        entry = entry_at(walks, begin, full, C.q_size, C.bm)
         for t in tl.range(0, C.rounds * (before + after)):
             head, step = head_and_step(k_head, t, before + after, C)
-            step = tl.where(step < before, step, step + full)
-            head, first = listed_head(walks, begin, head, step, q_len, C)
+            head, listed = head_and_block(head, entry, q_len, C)
             queries, tiles = queries_of(refs, mask_of, bias_of, head, q_len, C)
+            first = step_at(begin, listed, tl.where(step < before, step, step + full), C.q_size, C.bm)
+            if C.q_size > 0:
+                entry = entry_at(walks, begin, full + head_and_step(k_head, t + 1, after, C)[1], C.q_size, C.bm)
             dk_acc, dv_acc = keys_step(
                 dk_acc, dv_acc, first, k_tile, v_tile, columns, queries, tiles, geometry, C, True
             )
@@ -356,12 +367,18 @@ def backward_queries(
     begin, before, full, after = load_walk(walks, batch * walk_batch + walk, C)
     acc = tl.full([C.bm, C.bd], 0.0, tl.float32)
     if C.full:
+        entry = entry_at(walks, begin, before, C.kv_size, C.bn)
         for t in tl.range(before, before + full):
-            first = step_at(walks, begin, t, C.kv_size, C.bn)
+            first = step_at(begin, entry, t, C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + 1, C.kv_size, C.bn)
             acc = queries_step(acc, q_side, first, keys, row_state, tiles, geometry, C, False)
     if C.partial:
+        entry = entry_at(walks, begin, full, C.kv_size, C.bn)
         for t in tl.range(0, before + after):
-            first = step_at(walks, begin, tl.where(t < before, t, t + full), C.kv_size, C.bn)
+            first = step_at(begin, entry, tl.where(t < before, t, t + full), C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + full + 1, C.kv_size, C.bn)
             acc = queries_step(acc, q_side, first, keys, row_state, tiles, geometry, C, True)
     store_rows(dq + q_base, q_first, acc * C.scale, in_q, C.heads * C.dim, C.bm, C.dim, C.bd)
 

@@ -282,13 +282,25 @@ def walk_of(tile, first, head, length, SIZE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def step_at(walks, begin, step, SIZE: tl.constexpr, SIDE: tl.constexpr):
+def entry_at(walks, begin, step, SIZE: tl.constexpr, SIDE: tl.constexpr):
+    """What a list names for a step; without lists nothing is read.
+
+    Loops load it a step ahead. Where the address of a tile came from a load of the same step, the compiler would wait for
+    all copies that are under way.
+    """
+    if SIZE == 0:
+        return begin
+    else:
+        return tl.load(walks + begin + step // ((SIZE + SIDE - 1) // SIDE))
+
+
+@triton.jit
+def step_at(begin, entry, step, SIZE: tl.constexpr, SIDE: tl.constexpr):
     """Where a step begins: so far into a walk, or in the block that a list names."""
     if SIZE == 0:
         return begin + step * SIDE
     else:
-        parts: tl.constexpr = (SIZE + SIDE - 1) // SIDE
-        return tl.load(walks + begin + step // parts) * SIZE + step % parts * SIDE
+        return entry * SIZE + step % ((SIZE + SIDE - 1) // SIDE) * SIDE
 
 
 @triton.jit

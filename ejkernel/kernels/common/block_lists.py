@@ -38,13 +38,10 @@ def list_blocks(kept: Array, full: Array) -> Blocks:
     return Blocks(jnp.broadcast_to(start, counts[0].shape), *counts, index.reshape(batch, -1))
 
 
-def transposed(lists: Blocks, others: int, kv_heads: int, whole: int) -> Blocks:
-    """Of the lists of blocks of queries: for each block of keys, those of the queries that list it.
-
-    Lists that each query head has of its own become one a key head, which counts through the blocks of all its query heads,
-    head by head. Of the blocks of queries the first ``whole`` have all their rows; another is never full here.
-    """
-    start, full, count, index = lists
+def block_kinds(lists: Blocks, others: int) -> Array:
+    """int8 ``[B|1, H|1, blocks, others]`` from lists: 0 where a block is not listed, 2 where it is wholly visible, else 1."""
+    start, full, count, index = map(jnp.asarray, lists)
+    # Of a vmapped mask the counts may differ from one batch entry to the next where the starts do not.
     batch, (heads, blocks) = max(x.shape[0] for x in lists), start.shape[1:]
     entry = jnp.arange(others, dtype=jnp.int32)
     at = jnp.minimum(start[..., None] + entry, index.shape[1] - 1)
@@ -52,14 +49,23 @@ def transposed(lists: Blocks, others: int, kv_heads: int, whole: int) -> Blocks:
     listed = jnp.take_along_axis(jnp.broadcast_to(index, (batch, index.shape[1])), at, axis=1)
     listed = listed.reshape(batch, heads, blocks, others)
     row = jnp.arange(batch * heads * blocks, dtype=jnp.int32).reshape(batch, heads, blocks, 1)
-    size = batch * heads * blocks * others
-    target = jnp.where((entry < count[..., None]) & (listed < others), row * others + listed, size)
-    unmasked = (entry < full[..., None]) & (np.arange(blocks) < whole)[:, None]
-    kinds = jnp.broadcast_to(jnp.where(unmasked, 2, 1).astype(jnp.int8), listed.shape)
-    kinds = jnp.zeros(size, jnp.int8).at[target.reshape(-1)].set(kinds.reshape(-1), mode="drop", unique_indices=True)
+    target = jnp.where((entry < count[..., None]) & (listed < others), row * others + listed, listed.size)
+    kinds = jnp.broadcast_to(jnp.where(entry < full[..., None], 2, 1).astype(jnp.int8), listed.shape)
+    nowhere = jnp.zeros(listed.size, jnp.int8)
+    kinds = nowhere.at[target.reshape(-1)].set(kinds.reshape(-1), mode="drop", unique_indices=True)
+    return kinds.reshape(listed.shape)
+
+
+def transposed(lists: Blocks, others: int, kv_heads: int, whole: int) -> Blocks:
+    """Of the lists of blocks of queries: for each block of keys, those of the queries that list it.
+
+    Lists that each query head has of its own become one a key head, which counts through the blocks of all its query heads,
+    head by head. Of the blocks of queries the first ``whole`` have all their rows; another is never full here.
+    """
+    kinds = block_kinds(lists, others)
+    batch, heads, blocks, _ = kinds.shape
+    kinds = jnp.where((np.arange(blocks) < whole)[:, None], kinds, jnp.minimum(kinds, 1))
     if heads > 1:
         kinds = kinds.reshape(batch, kv_heads, heads // kv_heads * blocks, others)
-    else:
-        kinds = kinds.reshape(batch, 1, blocks, others)
     kinds = kinds.swapaxes(2, 3)
     return list_blocks(kinds > 0, kinds == 2)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 # The arrays of a call that decide which pairs count.
-BY_DATA = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_start", "blocks"})
+BY_DATA = frozenset({"attention_mask", "bias", "q_segment_ids", "kv_start"})
 
 
 class Ranges(NamedTuple):

@@ -28,6 +28,11 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
+def is_data(value: Any) -> bool:
+    """Whether a number came as an array, which may be traced; Python's and numpy's own numbers are static."""
+    return is_array(value) and not isinstance(value, np.generic)
+
+
 def is_concrete(value: Any) -> bool:
     """Whether a value is a JAX array with values, not a tracer."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)

@@ -37,6 +37,26 @@ def explain(
     """
     if isinstance(operation, functools.partial):
         kwargs = {**operation.keywords, **kwargs}
+    found, arguments = _bound(operation, args, kwargs)
+    call, pins = found.bound(arguments)
+    if device is None:
+        first = next(iter((*args, *kwargs.values())))
+        device = surroundings().target or (next(iter(first.devices())) if is_concrete(first) else None)
+    info = devices.describe(device)
+    wanted = _wanted(found, arguments, gradients)
+    explanation = select.decide_both(call, info, pins, wanted) if wanted else select.decide(call, info, pins)
+    chosen = explanation.chosen
+    if chosen is None or chosen.implementation.whole or not call.shapes:
+        return explanation
+    if not partition.applies(found, chosen, call.shapes, "forward"):
+        return explanation
+    return explanation.noting(partition.gathered(found, arguments, call))
+
+
+def _bound(operation: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The operation and all of its arguments by name."""
+    if hasattr(operation, "explained"):  # a function of another signature on an operation's kernels
+        return operation.explained(*args, **kwargs)
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")
     found = kernel_registry.operation(name) if name in kernel_registry.list_algorithms() else None
     if found is None:
@@ -44,18 +64,7 @@ def explain(
         raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(known)}, or its name.")
     bound = found.signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    arguments = found.normalise(dict(bound.arguments))
-    call, pins = found.bound(arguments)
-    if device is None:
-        first = next(iter(bound.arguments.values()))
-        device = surroundings().target or (next(iter(first.devices())) if is_concrete(first) else None)
-    info = devices.describe(device)
-    wanted = _wanted(found, arguments, gradients)
-    explanation = select.decide_both(call, info, pins, wanted) if wanted else select.decide(call, info, pins)
-    chosen = explanation.chosen
-    if chosen is None or chosen.implementation.whole or not partition.applies(found, chosen):
-        return explanation
-    return explanation.noting(partition.gathered(found, arguments, call))
+    return found, found.normalise(dict(bound.arguments))
 
 
 def _wanted(operation: Any, arguments: dict[str, Any], gradients: bool | Iterable[str]) -> frozenset[str]:

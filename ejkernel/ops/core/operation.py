@@ -47,9 +47,9 @@ class Operation:
         shareable: the prepared arrays that may have a batch axis of size 1 beside a larger batch.
         runs_on: the operation whose kernels do the work, for one that has none of its own.
         outside: arguments that the operation's function deals with itself.
+        inside: arrays that the operation's function adds to its arguments.
         undemanding: features that ask no more of a kernel's registers and memory: parameters measured with and without
             them serve each other.
-        self_partitioning: whether the compiler partitions the XLA kernels by batch and heads by itself, without gathering.
         farthest: how far a call may be, in powers of two of its sizes, from one whose shipped times count for it.
 
     A prepared array may be a tree of arrays; its name then stands for all of them.
@@ -63,10 +63,10 @@ class Operation:
     gradients: tuple[str, ...]
     shareable: frozenset[str] = frozenset()
     undemanding: frozenset[str] = frozenset()
-    self_partitioning: bool = True
     farthest: float = math.inf
     runs_on: str = ""
     outside: frozenset[str] = frozenset()
+    inside: tuple[str, ...] = ()
 
     def __init__(self, function: Callable):
         self.function = function
@@ -74,7 +74,7 @@ class Operation:
         self.defaults = {name: p.default for name, p in signature.parameters.items()}
         self.signature = signature
         own = {name: p for name, p in signature.parameters.items() if name not in self.outside}
-        self.arrays = tuple(name for name, p in own.items() if "AnyArray" in str(p.annotation))
+        self.arrays = (*(name for name, p in own.items() if "AnyArray" in str(p.annotation)), *self.inside)
         self.statics = tuple(name for name in own if name not in self.arrays)
         self._jitted: dict[Any, Callable] = {}
 
@@ -129,6 +129,10 @@ class Operation:
         """
         return {}, ("b", "b")
 
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Whether it partitions the XLA kernel along these axes by itself, without gathering arrays."""
+        return True
+
     def localise(self, arrays: dict[str, Any], spec: Any, index: Callable[[str], Any]) -> dict[str, Any]:
         """A device's part of the arrays, where what they hold depends on which part it is; ``index``: which, by letter."""
         return arrays
@@ -151,7 +155,7 @@ class Operation:
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
         """Run a call, given all arguments of the function by name."""
-        arrays = tuple([arguments[name] for name in self.arrays])
+        arrays = tuple([arguments.get(name) for name in self.arrays])
         statics = tuple([arguments[name] for name in self.statics])
         return self.run(arrays, statics)
 
@@ -258,7 +262,8 @@ class Operation:
             everything = {**arguments, **arrays}
             return None if self.empty(everything) is not None else self.prepare(everything, spec)
 
-        return jax.eval_shape(prepared, {name: arguments[name] for name in self.arrays if arguments[name] is not None})
+        given = {name: arguments.get(name) for name in self.arrays}
+        return jax.eval_shape(prepared, {name: array for name, array in given.items() if array is not None})
 
     def _bound(self, arguments: dict[str, Any]) -> tuple[Call, select.Pins]:
         pins = select.Pins(

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -46,11 +46,11 @@ MEANINGS = {
 }
 
 
-def applies(operation: Operation, chosen: Choice) -> bool:
+def applies(operation: Operation, chosen: Choice, arrays: dict[str, Any], direction: str) -> bool:
     """Whether arrays may be spread over devices here, and the compiler must be told how to run a kernel on their parts."""
     alone = chosen.device.shared_by == 1 and is_present(chosen.device)
     inside_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    looked_into = chosen.platform is Platform.XLA and operation.self_partitioning
+    looked_into = chosen.platform is Platform.XLA and operation.left_to_the_compiler(arrays, direction)
     return not (alone or inside_shard_map or looked_into)
 
 
@@ -68,7 +68,7 @@ class Axes:
 
     arguments: tuple[Words, ...]
     results: tuple[Words, ...]
-    sizes: dict[str, int] = field(hash=False)
+    sizes: dict[str, int]
 
     @classmethod
     def of(
@@ -117,10 +117,10 @@ class Axes:
         sizes = {letter: self.sizes[letter] for letter in only_in_words}
         return " -> ".join(sides), {"need_replication_factors": tuple(replicated), **sizes}
 
-    def assign(self, mesh: Any, specs: Sequence[tuple[Words, Spec]]) -> Assignment:
-        """Which mesh axes each letter is spread over, from specs of arrays: the first that fits decides."""
+    def assign(self, mesh: Any, arrays: Iterable[tuple[Words, Any, Spec]]) -> Assignment:
+        """Which mesh axes each letter is spread over, from arrays and their specs: the largest that fits decides."""
         found: dict[str, tuple[str, ...]] = {}
-        for names, spec in specs:
+        for names, _, spec in sorted(arrays, key=lambda array: -math.prod(array[1].shape)):
             for word, asked in zip(names, spec, strict=False):
                 taken = {axis for axes in found.values() for axis in axes}
                 if word == WHOLE or word[0] in found or taken & set(asked):
@@ -164,30 +164,28 @@ def gathered(operation: Operation, arguments: dict[str, Any], call: Call) -> tup
     """Why axes of arguments that are spread over a mesh stay whole in a kernel, for ``explain``."""
     shapes = {name: x for name, x in call.shapes.items() if isinstance(x, jax.ShapeDtypeStruct)}
     named, _ = operation.axes(call.shapes, call.spec)
-    axes = Axes.of(words({name: named.get(name, "b") for name in shapes}, shapes), (), jax.tree.leaves(shapes), ())
-    given = [
-        (name, names, arguments[name].sharding, len(names) - arguments[name].ndim)
-        for name, names in zip(sorted(shapes), axes.arguments, strict=True)
-        if isinstance(getattr(arguments.get(name), "sharding", None), NamedSharding)
-    ]
-    if not given:
+    names = words({name: named.get(name, "b") for name in shapes}, shapes)
+    axes = Axes.of(names, (), jax.tree.leaves(shapes), ())
+    arrays = {}
+    for name, names in zip(sorted(shapes), axes.arguments, strict=True):
+        given = arguments.get(name)
+        if isinstance(getattr(given, "sharding", None), NamedSharding):
+            # Axes that ``prepare`` puts in front are no concern of the caller's.
+            arrays[name] = (names[len(names) - given.ndim :], given, [_tupled(entry) for entry in given.sharding.spec])
+    if not arrays:
         return ()
-    mesh = given[0][2].mesh
-    # Axes that ``prepare`` puts in front are whole.
-    specs = [[*[()] * front, *map(_tupled, sharding.spec)] for _, _, sharding, front in given]
-    found = axes.assign(mesh, [(names, spec) for (_, names, *_), spec in zip(given, specs, strict=True)])
-    reasons = {}
-    for (name, names, _, front), spec in zip(given, specs, strict=True):
+    mesh = next(iter(arrays.values()))[1].sharding.mesh
+    found = axes.assign(mesh, arrays.values())
+    reasons: dict[str, str] = {}
+    for name, (names, _, spec) in arrays.items():
         for axis, (word, asked) in enumerate(zip(names, spec, strict=False)):
             if not asked or found.axes.get(word[0]) == asked:
                 continue
             count = _count(mesh, asked)
-            cause = (
-                f"{axes.sizes[word[0]]} {MEANINGS[word[0]]} do not divide by {count}"
-                if word != WHOLE
-                else "it stays whole"
-            )
-            reasons.setdefault(cause, f"axis {axis - front} of {name} is gathered from {count} devices: {cause}")
+            cause = "it stays whole" if word == WHOLE else "a larger array is spread in another way"
+            if word != WHOLE and axes.sizes[word[0]] % count:
+                cause = f"{axes.sizes[word[0]]} {MEANINGS[word[0]]} do not divide by {count}"
+            reasons.setdefault(cause, f"axis {axis} of {name} is gathered from {count} devices: {cause}")
     return tuple(reasons.values())
 
 
@@ -205,12 +203,15 @@ def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, resu
     flat, tree = jax.tree.flatten(arguments)
     # Its own jit, for custom_partitioning takes no function with constants.
     whole = jax.jit(lambda *flat: run(tree.unflatten(flat)))
-    result = jax.eval_shape(whole, *flat)
+    traced, result = jax.make_jaxpr(whole, return_shape=True)(*flat)
+    if traced.effects:
+        # Those of Mosaic's interpreter: custom_partitioning would lose them.
+        return run(arguments)
     axes = Axes.of(words(names, arguments), words(result_names, result), flat, jax.tree.leaves(result))
 
     def spread(mesh: Mesh, *sides: tuple[Sequence[Words], Sequence[Any]]) -> Assignment:
-        specs = [(names, _spec(mesh, x)) for side, shapes in sides for names, x in zip(side, shapes, strict=True)]
-        return axes.assign(mesh, specs)
+        arrays = [(names, x) for side, shapes in sides for names, x in zip(side, shapes, strict=True)]
+        return axes.assign(mesh, [(names, x, _spec(mesh, x)) for names, x in arrays])
 
     def infer(mesh, given, made):
         found = spread(mesh, (axes.arguments, given))

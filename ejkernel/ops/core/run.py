@@ -244,10 +244,10 @@ def _partitioned(
 ) -> Any:
     """``run(chosen, arrays, *rest)``, by each device on its own part where a mesh spreads arrays; ``wanted``: in a backward."""
     operation, call = decision.operation, decision.call
-    if not partition.applies(operation, chosen):
+    direction = "forward" if wanted is None else "backward"
+    if not partition.applies(operation, chosen, arrays, direction):
         with usual_promotion():
             return run(chosen, arrays, *rest)
-    direction = "forward" if wanted is None else "backward"
     named, pair = operation.axes(arrays, call.spec)
     named = {name: named.get(name, "b") for name in arrays}
     names = (named, *pair, *pair) if rest else (named,)

@@ -8,13 +8,15 @@ from jax import Array
 
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import (
+    backward_dims,
     backward_tile,
     defaults,
     effective,
+    head_dims,
     space,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import READS
-from ejkernel.kernels._pallas.gpu.registering import register
+from ejkernel.kernels._pallas.gpu.registering import BELOW_TRITON, register
 
 
 class PallasBlockSparseAttention:
@@ -23,6 +25,12 @@ class PallasBlockSparseAttention:
     name = "blocksparse-sm90"
     version = 1
     reads: ClassVar = {"forward": READS, "backward": READS}
+
+    @staticmethod
+    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+        """Below Triton's for gradients of head dims that have to be padded."""
+        dims = head_dims(shapes)
+        return BELOW_TRITON if direction == "backward" and backward_dims(*dims) != dims else 0
 
     @staticmethod
     def forward(arrays, spec, params, *, interpret: Any = False) -> tuple[Array, Array]:

@@ -11,7 +11,7 @@ from jax import Array
 
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.block import CONSUMER_BITS, ListedBlock, ListedConfig
-from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import any_masked, dense, unseen_keys
+from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import any_masked, unseen_keys
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import effective
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward import any_in_step, launch
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import with_narrow_ids
@@ -24,6 +24,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     padded,
     statics,
 )
+from ejkernel.kernels.common.block_lists import block_kinds, list_blocks
 from ejkernel.kernels.common.visibility import Walk
 
 
@@ -86,8 +87,8 @@ def forward(arrays: dict[str, Any], spec: Any, params: FwdParams, *, interpret: 
 class Lists(NamedTuple):
     """Of each CTA: where its list begins in ``entries [B|1, n]``, how many of its blocks need no mask, how many it has.
 
-    ``start``, ``full`` and ``count`` are ``[B|1, H|1, CTAs]``. Where a list is empty, its first entry is the block after the
-    last one: the kernel requires a step, and this one nobody sees.
+    ``start``, ``full`` and ``count`` are ``[B|1, H|1, CTAs]``. The kernel requires a step: the first entry of an empty list is
+    one that nobody sees, such as the block after the last one.
     """
 
     start: Any
@@ -107,32 +108,24 @@ def lists_of_ctas(blocks: Any, grid: Any, rows: np.ndarray) -> tuple[Lists, bool
     """The lists, and whether they are unions of several rows'."""
     kv_blocks = -(-grid.lengths[1] // grid.sizes[1])
     if (rows != rows[:, :1]).any():
-        return _union(dense(blocks, kv_blocks), rows), True
+        return _union(block_kinds(blocks, kv_blocks), rows), True
     start, full, count = (jnp.asarray(x)[..., rows[:, 0]] for x in blocks[:3])
     entries = jnp.pad(jnp.asarray(blocks.index), ((0, 0), (0, 1)), constant_values=kv_blocks)
     return Lists(jnp.where(count > 0, start, entries.shape[1] - 1), full, count, entries), False
 
 
 def _union(kinds: Array, rows: np.ndarray) -> Lists:
-    """Lists of what any consumer sees, from ``dense``: first what all of them see whole, then the others.
+    """Lists of what any consumer sees, from ``block_kinds``: first what all of them see whole, then the others.
 
-    An entry is a block of keys with a bit for each consumer that sees it.
+    An entry is a block of keys with a bit for each consumer that sees it. The first of an empty list has none.
     """
     kinds = kinds[:, :, rows]
-    batch, heads, ctas, consumers, kv_blocks = kinds.shape
-    bits = jnp.asarray(1 << np.arange(consumers), jnp.int32)[:, None]
+    bits = jnp.asarray(1 << np.arange(rows.shape[1]), jnp.int32)[:, None]
     seeing = jnp.where(kinds > 0, bits, 0).sum(3, dtype=jnp.int32)
-    whole, some = (kinds == 2).all(3), seeing > 0
-    of_kind = jnp.cumsum(jnp.stack([whole, some & ~whole]), -1, dtype=jnp.int32)
-    full, masked = of_kind[..., -1]
-    place = jnp.where(whole, of_kind[0], full[..., None] + of_kind[1]) - 1
-    entries = jnp.arange(kv_blocks, dtype=jnp.int32) * 2**CONSUMER_BITS + seeing
-    at = np.ogrid[:batch, :heads, :ctas]
-    nobody = jnp.full((batch, heads, ctas, kv_blocks), kv_blocks * 2**CONSUMER_BITS, jnp.int32)
-    target = (*(x[..., None] for x in at), jnp.where(some, place, kv_blocks))
-    entries = nobody.at[target].set(entries, mode="drop", unique_indices=True)
-    start = np.arange(heads * ctas, dtype=np.int32).reshape(1, heads, ctas) * kv_blocks
-    return Lists(jnp.broadcast_to(start, full.shape), full, full + masked, entries.reshape(batch, -1))
+    lists = list_blocks(seeing > 0, (kinds == 2).all(3))
+    index = lists.index.reshape(seeing.shape)
+    entries = index * 2**CONSUMER_BITS + jnp.take_along_axis(seeing, index, -1)
+    return Lists(lists.start, lists.full, lists.count, entries.reshape(lists.index.shape))
 
 
 def step_table(c: ListedConfig, lists: Lists) -> Array:

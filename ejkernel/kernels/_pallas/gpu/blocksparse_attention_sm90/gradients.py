@@ -14,7 +14,7 @@ from jax import Array
 
 from ejkernel.contracts.params import BwdParams
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.key_block import MASKED, STEP_SHIFT, ListedContext
-from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import dense, unseen_keys
+from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import any_masked, unseen_keys
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import backward_dims, backward_tile
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single_kernel
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
@@ -24,8 +24,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     BACKWARD_CONSUMERS,
     ROWS,
     WARPS_PER_WARPGROUP,
+    pad_columns,
     statics,
 )
+from ejkernel.kernels.common.block_lists import block_kinds
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import sink_gradient, softmax_residuals
 
@@ -43,7 +45,7 @@ def backward(
     interpret: Any = False,
 ) -> dict[str, Array]:
     """The wanted gradients, from the residuals ``(out, lse)``; ``interpret``: without a GPU."""
-    dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
+    dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse, rows_may_see_nothing=True)
     grads = {}
     if wanted - {"softmax_aux"}:
         grads = _by_kernel(arrays, spec, dout, lse, slope, interpret)
@@ -56,9 +58,9 @@ def _by_kernel(arrays, spec, dout, lse, slope, interpret) -> dict[str, Array]:
     arrays = _without_unseen(with_narrow_ids(arrays), spec)
     own_dims = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
     dim, value_dim = backward_dims(own_dims["query"], own_dims["value"])
-    wide = {"query": _widened(arrays["query"], dim), "key": _widened(arrays["key"], dim)}
-    arrays = {**arrays, **wide, "value": _widened(arrays["value"], value_dim)}
-    inputs, optional = kernel_inputs(arrays, _widened(dout, value_dim), lse, slope, in_one=True)
+    wide = {"query": pad_columns(arrays["query"], dim), "key": pad_columns(arrays["key"], dim)}
+    arrays = {**arrays, **wide, "value": pad_columns(arrays["value"], value_dim)}
+    inputs, optional = kernel_inputs(arrays, pad_columns(dout, value_dim), lse, slope, in_one=True)
     params = backward_tile(arrays)
     group = arrays["query"].shape[2] // arrays["key"].shape[2]
     lists = step_lists(arrays, spec, params.q_blocksize, group)
@@ -66,7 +68,7 @@ def _by_kernel(arrays, spec, dout, lse, slope, interpret) -> dict[str, Array]:
         consumers=params.num_warps // WARPS_PER_WARPGROUP,
         step=params.q_blocksize,
         stages=params.num_stages,
-        head=True,
+        head=_any_masked(arrays, spec, params),
         tail=False,
         ascending=False,
         listed=True,
@@ -89,9 +91,11 @@ def _by_kernel(arrays, spec, dout, lse, slope, interpret) -> dict[str, Array]:
     return {name: x[:, : arrays[name].shape[1], :, : own_dims[name]] for name, x in found.items()}
 
 
-def _widened(x: Array, dim: int) -> Array:
-    """Zeros after the last of a head's dims."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3]))) if x.shape[3] < dim else x
+def _any_masked(arrays: dict[str, Any], spec: Any, params: BwdParams) -> bool:
+    """Whether a step may be masked: by pairs, or because the mask's blocks are no multiples of the kernel's."""
+    own = params.q_blocksize, params.kv_blocksize
+    multiples = all(size % part == 0 for size, part in zip(spec.grid.sizes, own, strict=True))
+    return "q_segment_ids" in arrays or any_masked(spec) or not multiples
 
 
 def _without_unseen(arrays: dict[str, Any], spec: Any) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def _squares(arrays: dict[str, Any], spec: Any) -> tuple[Array, Array]:
     """``[B|1, H|1, Sq / 64, Sk / 64]``: which squares of 64 queries and keys have pairs that may count; which no others."""
     (q_len, kv_len), (q_size, kv_size) = spec.grid.lengths, spec.grid.sizes
     row, key = (np.arange(0, length, ROWS) for length in (q_len, kv_len))
-    kept = dense(arrays["blocks"], -(-kv_len // kv_size)) > 0
+    kept = block_kinds(arrays["blocks"], -(-kv_len // kv_size)) > 0
     kept = kept[:, :, row // q_size][..., key // kv_size]
     start, stop = (x[0] for x in intervals(spec.window, q_len, kv_len))
     last_row, last_key = (np.minimum(x + ROWS, n) - 1 for x, n in ((row, q_len), (key, kv_len)))

@@ -8,23 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ejkernel.kernels.common.block_lists import block_kinds
 from ejkernel.kernels.common.intervals import intervals
-
-
-def dense(blocks: Any, kv_blocks: int) -> Array:
-    """``[B|1, H|1, nq, nk]`` from lists: 0 where a block is not listed, 2 where it is and needs no mask, else 1."""
-    index = jnp.asarray(blocks.index)
-    start, full, count = (jnp.asarray(x)[..., None] for x in blocks[:3])
-    # Of a vmapped mask the counts may differ from one batch entry to the next where the starts do not.
-    batch = max(x.shape[0] for x in blocks)
-    _, heads, q_blocks, _ = start.shape
-    nth = jnp.arange(kv_blocks, dtype=jnp.int32)
-    place = jnp.minimum(start + nth, index.shape[1] - 1)
-    b, h, r = (x[..., None] for x in np.ogrid[:batch, :heads, :q_blocks])
-    listed = index[b if index.shape[0] > 1 else 0, jnp.broadcast_to(place, (batch, *place.shape[1:]))]
-    kinds = jnp.zeros((batch, heads, q_blocks, kv_blocks), jnp.int32)
-    at = (b, h, r, jnp.where(nth < count, listed, kv_blocks))
-    return kinds.at[at].set(jnp.where(nth < full, 2, 1), mode="drop", unique_indices=True)
 
 
 def any_masked(spec: Any) -> bool:
@@ -70,6 +55,6 @@ def unseen_keys(arrays: dict[str, Any], spec: Any) -> Array | None:
             return None
         seen = (jnp.asarray(low)[:, None] <= place) & (place < jnp.asarray(high)[:, None])
         seen = seen[None]
-    kept = dense(arrays["blocks"], -(-kv_len // kv_size)) > 0
+    kept = block_kinds(arrays["blocks"], -(-kv_len // kv_size)) > 0
     kept = jnp.repeat(kept, kv_size, 3)[..., :kv_len]
     return ~(kept & seen[:, None]).any(2)

@@ -25,7 +25,7 @@ def defaults(shapes: dict[str, Any], spec: Any) -> FwdParams:
 
 def space(shapes: dict[str, Any], spec: Any) -> list[FwdParams]:
     """The tiles that are worth timing."""
-    tiles = [DEFAULT, *forward_space(*_head_dims(shapes)), THREE_CONSUMERS]
+    tiles = [DEFAULT, *forward_space(*head_dims(shapes)), THREE_CONSUMERS]
     return list(dict.fromkeys(effective(shapes, spec, params) for params in tiles))
 
 
@@ -34,7 +34,7 @@ def effective(shapes: dict[str, Any], spec: Any, params: FwdParams) -> FwdParams
 
     The only block of keys may have any length: steps need not divide it.
     """
-    dims = _head_dims(shapes)
+    dims = head_dims(shapes)
     tile = forward_effective(params, *dims)
     length, size = spec.grid.lengths[1], spec.grid.sizes[1]
     if size == length:
@@ -57,8 +57,9 @@ def backward_dims(dim: int, value_dim: int) -> tuple[int, int]:
 
 def backward_tile(shapes: dict[str, Any]) -> BwdParams:
     """The tile of the backward, which has one, whatever is asked for."""
-    return backward_effective(*backward_dims(*_head_dims(shapes)))
+    return backward_effective(*backward_dims(*head_dims(shapes)))
 
 
-def _head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
+def head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
+    """Of queries and of values."""
     return shapes["query"].shape[3], shapes["value"].shape[3]

@@ -35,13 +35,15 @@ ENOUGH_QUERIES = 2048
 def head_parts(dim: int, group: int, window: tuple[int | None, int | None], q_len: int) -> int:
     """Among how many CTAs the query heads of one key head are divided, each with as many.
 
-    Windows leave loops short: there the sum would cost more than it gives.
+    Windows leave loops short: there the sum would cost more than it gives. Heads in panels (``panels``) are not divided.
 
     Example:
         >>> [head_parts(128, group, (None, 0), 8192) for group in (1, 4, 5, 6, 8, 16)]
         [1, 1, 1, 2, 2, 4]
+        >>> head_parts(96, 8, (None, 0), 8192)
+        1
     """
-    if window[0] is not None or q_len < ENOUGH_QUERIES:
+    if dim not in MOST_HEADS or window[0] is not None or q_len < ENOUGH_QUERIES:
         return 1
     return next(n for n in range(1, group + 1) if group % n == 0 and group // n <= MOST_HEADS[dim])
 

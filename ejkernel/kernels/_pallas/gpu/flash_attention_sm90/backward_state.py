@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import started_before
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS, KernelConfig
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import aliased, columns_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS, KernelConfig, tail_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,21 @@ class BackwardConfig(KernelConfig):
     parts: int = 1
     listed: bool = False
     warps: bool = True
+
+    @property
+    def panel(self) -> int | None:
+        """Columns of a head's second panel, where it has panels."""
+        return tail_of(self.dim)
+
+    @property
+    def squares(self) -> int:
+        """Of 64 keys by 64 columns."""
+        return -(-self.dim // ROWS)
+
+    @property
+    def panels(self) -> int:
+        """In how many a head is copied, and multiplied where rows are summed over."""
+        return 2 if self.panel else 1
 
     @property
     def masked(self) -> bool:
@@ -91,12 +108,20 @@ class BackwardConfig(KernelConfig):
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a CTA; see ``backward`` for what each barrier means."""
+    """Shared memory and barriers of a CTA; see ``backward`` for what each barrier means.
+
+    Of heads in panels ``k``, ``v``, ``q`` and ``do`` have the first 64 columns, the tails what is behind. ``k`` is in squares
+    for dQ, of which the second one is the tail, filled with zeros: where it has no fewer columns, there is no other.
+    """
 
     k: Any
     v: Any
     q: Any
     do: Any
+    k_tail: Any
+    v_tail: Any
+    q_tail: Any
+    do_tail: Any
     ds: Any
     dq: Any
     rows: Any
@@ -116,16 +141,30 @@ def shared_memory(c: BackwardConfig, dtype) -> Shared:
         width = 128 // jnp.dtype(dtype).itemsize
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
+    def panel(*shape):
+        """For the interpreter without the view for copies, which it cannot alias."""
+        return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1])) if c.interpreted else aliased(dtype, *shape)
+
+    def tail(*shape):
+        return panel(*shape, c.panel) if c.panel else None
+
+    of_head = panel if c.panel else tile
+    columns, value_columns = (ROWS, ROWS) if c.panel else (c.dim, c.value_dim)
+    key_tail = c.panel is not None and c.panel < ROWS
     return Shared(
-        k=tile(c.consumers, c.dim // ROWS, ROWS, ROWS),  # in squares: read by rows of keys and by columns
-        v=tile(c.consumers, ROWS, c.value_dim),
-        q=tile(c.stages, c.step, c.dim),
-        do=tile(c.stages, c.step, c.value_dim),
+        k=of_head(c.consumers, c.squares, ROWS, ROWS),  # in squares: read by rows of keys and by columns
+        v=of_head(c.consumers, ROWS, value_columns),
+        q=of_head(c.stages, c.step, columns),
+        do=of_head(c.stages, c.step, value_columns),
+        k_tail=tail(c.consumers, ROWS) if key_tail else None,
+        v_tail=tail(c.consumers, ROWS),
+        q_tail=tail(c.stages, c.step),
+        do_tail=tail(c.stages, c.step),
         ds=tile(c.slots, c.consumers, c.step // ROWS, ROWS, ROWS),
         dq=tile(c.buffers, c.consumers, ROWS, ROWS, dtype=jnp.float32),
         rows=plgpu.SMEM((c.stages, 2, c.step), jnp.float32),
-        kv_ready=plgpu.Barrier(num_arrivals=c.consumers * (c.dim // ROWS + 1)),
-        ready=plgpu.Barrier(num_arrivals=3, num_barriers=c.stages),
+        kv_ready=plgpu.Barrier(num_arrivals=c.consumers * (c.squares + key_tail + c.panels)),
+        ready=plgpu.Barrier(num_arrivals=1 + 2 * c.panels, num_barriers=c.stages),
         free=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
         ds_ready=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.slots),
         dq_ready=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.writers),
@@ -173,6 +212,21 @@ class Context(NamedTuple):
     kv_head: Any
     part: Any
     key0: Any
+
+    def for_products(self, ref):
+        """Shared memory of a head, as products take it."""
+        return ref[0] if self.c.panel and not self.c.interpreted else ref
+
+    def panel_copies(self, array, row, rows: int, head, *targets):
+        """Pairs of what is copied, rows of a head in global memory by panels, and of their shared memory.
+
+        A target: what a panel lies in, where in it, and the panel's first column.
+        """
+        pairs = []
+        for ref, at, column in targets:
+            part = (ref if self.c.interpreted else ref[1]).at[at]
+            pairs.append((columns_of(array, self.batch, row, rows, head, column, part.shape[-1]), part))
+        return pairs
 
     @property
     def table_batch(self):

@@ -26,6 +26,7 @@ from typing import Any
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile
@@ -279,7 +280,7 @@ def mask_accumulator(c: WideConfig, acc, masked, seen):
     """Start the scores at -inf where a pair does not count: products leave that, and registers are free then."""
 
     def mask():
-        acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
+        acc[...] = jnp.where(seen(), np.float32(0), np.float32(-np.inf))
 
     if masked is not False and not c.interpreted:
         mask() if masked is True else pl.when(masked)(mask)

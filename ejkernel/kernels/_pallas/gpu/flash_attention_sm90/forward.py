@@ -57,6 +57,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     longest_first,
     mask_vectors,
     pad_rows,
+    panel_of,
     segment_ids,
     statics,
 )
@@ -155,7 +156,7 @@ def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *
     )
     # The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time.
     grid = {"head": heads, "block": blocks, "batch": batch}
-    tensors = map(by_tiles, (query, key, value))
+    tensors = (x if panel_of(x.shape[3]) is None else by_tiles(x) for x in (query, key, value))
     return launch(c, (*tensors, table), optional, results, grid, QueryBlock, interpret=interpret)
 
 

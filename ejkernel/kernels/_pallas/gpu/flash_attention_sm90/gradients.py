@@ -1,7 +1,7 @@
 """The backward on the host: which kernels run, the plan of their steps, and what is left to XLA.
 
-Heads of 64 and 128 take one kernel for all gradients (``backward``). Wider ones leave it no registers, others do not
-fill its squares: they take a kernel for queries and one for keys (``backward_wide``), of which only those run whose
+Heads of 64 to 128 take one kernel for all gradients (``backward``). Wider ones leave it no registers: they and others
+take a kernel for queries and one for keys (``backward_wide``), of which only those run whose
 gradients are wanted.
 """
 
@@ -26,7 +26,13 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import Bac
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import WideConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import pair_arrays, word_size
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import BACKWARD_BLOCK, backward_effective, single
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import (
+    BACKWARD_BLOCK,
+    backward_effective,
+    in_panels,
+    single,
+    whole_columns,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
     ROWS,
@@ -34,11 +40,11 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     key_intervals,
     longest_first,
     mask_vectors,
+    pad_columns,
     pad_rows,
     padded,
     segment_ids,
     statics,
-    whole_columns,
 )
 from ejkernel.kernels.common import visibility
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
@@ -63,7 +69,8 @@ def backward(
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
     arrays, dropped = without_padding(arrays, spec, backward=True)
     widths = {name: arrays[name].shape[3] for name in ("query", "key", "value")}
-    arrays, dout = {**arrays, **{name: whole_columns(arrays[name]) for name in widths}}, whole_columns(dout)
+    if not in_panels(widths["query"], widths["value"]):
+        arrays, dout = _without_panels(arrays, dout)
     query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
     inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
@@ -90,6 +97,14 @@ def backward(
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}
+
+
+def _without_panels(arrays: dict[str, Array], dout: Array) -> tuple[dict[str, Array], Array]:
+    """For kernels whose heads do not lie in panels: columns of zeros, up to a head dim that they take."""
+    tensors = {name: arrays[name] for name in ("query", "key", "value")} | {"dout": dout}
+    tensors = {name: pad_columns(x, whole_columns(x.shape[3])) for name, x in tensors.items()}
+    dout = tensors.pop("dout")
+    return {**arrays, **tensors}, dout
 
 
 def _padded_lengths(arrays: dict[str, Array]) -> list[int]:
@@ -224,6 +239,7 @@ def _one_by_one(arrays, spec, inputs, with_pairs, wanted, interpret) -> dict[str
 
 
 def _of_bias(arrays, spec, dout, lse, slope, optional, interpret) -> Array:
+    arrays, dout = _without_panels(arrays, dout)
     inputs, _ = kernel_inputs(arrays, dout, lse, slope, in_one=False, exponent=0)
     ranges = visibility.key_ranges(
         *key_intervals(arrays, spec), segment_ids(arrays), BACKWARD_BLOCK, arrays["key"].shape[1], shifted=False

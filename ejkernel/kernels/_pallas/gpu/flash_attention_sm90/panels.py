@@ -23,9 +23,9 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import array_of, mu
 
 
 def by_tiles(x: Array) -> Array:
-    """``[B, S, H, D]`` as ``[B, S / 8, 8, H, D]`` where ``D`` is copied in panels."""
-    batch, rows, heads, dim = x.shape
-    return x if panel_of(dim) is None else x.reshape(batch, rows // CORE_ROWS, CORE_ROWS, heads, dim)
+    """``[B, S, H, D]`` as ``[B, S / 8, 8, H, D]``."""
+    batch, rows, *rest = x.shape
+    return x.reshape(batch, rows // CORE_ROWS, CORE_ROWS, *rest)
 
 
 def panels(dtype, *shape: int):
@@ -44,11 +44,27 @@ def head_copies(source, target, batch, row, rows: int, head) -> list:
     """What is copied for rows of a head, from where and to where: one pair, or one for each panel."""
     if len(source.shape) == 4:
         return [(source.at[batch, pl.ds(row, rows), head], target)]
-    tiles = pl.ds(lax.div(row, jnp.int32(CORE_ROWS)), rows // CORE_ROWS)
     count, *_, panel = target.shape
+    return [(columns_of(source, batch, row, rows, head, i * panel, panel), target.at[i]) for i in range(count)]
+
+
+def columns_of(ref, batch, row, rows: int, head, column: int, count: int):
+    """A panel of rows of a head, of an array that may be in tiles."""
     # JAX refuses a slice that it knows to exceed an array.
-    columns = [pl.ds(opaque_zero(row) + i * panel, panel) for i in range(count)]
-    return [(source.at[batch, tiles, :, head, x], target.at[i]) for i, x in enumerate(columns)]
+    columns = pl.ds(opaque_zero(row) + column, count)
+    if len(ref.shape) == 4:
+        return ref.at[batch, pl.ds(row, rows), head, columns]
+    return ref.at[batch, pl.ds(lax.div(row, jnp.int32(CORE_ROWS)), rows // CORE_ROWS), :, head, columns]
+
+
+def aliased(dtype, *shape: int):
+    """Shared memory for one panel ``[..., rows, panel]``, for products, and the same bytes in tiles, for copies."""
+    *leading, rows, panel = shape
+    in_tiles = (*leading, rows // CORE_ROWS, CORE_ROWS, panel)
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=terms.transforms(panel)),
+        plgpu.SMEM(in_tiles, dtype, transforms=_transforms(panel)),
+    )
 
 
 def start_qk(c: KernelConfig, q, k):

@@ -12,6 +12,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     WHOLE_COLUMNS,
     panel_of,
     shared_columns,
+    tail_of,
 )
 
 # The parameters that say how the kernels run, in both directions.
@@ -101,8 +102,20 @@ def forward_effective(params: FwdParams, dim: int, value_dim: int) -> FwdParams:
 
 def single(dim: int, value_dim: int) -> bool:
     """Whether one kernel computes all gradients. (Queries of 64 beside values of 128 exceed its shared memory.)"""
-    dim, value_dim = (x + -x % WHOLE_COLUMNS for x in (dim, value_dim))
+    if in_panels(dim, value_dim):
+        return True
+    dim, value_dim = whole_columns(dim), whole_columns(value_dim)
     return value_dim <= dim <= 2 * ROWS and dim % ROWS == value_dim % ROWS == 0
+
+
+def in_panels(dim: int, value_dim: int) -> bool:
+    """Whether it takes heads in two panels."""
+    return dim == value_dim and tail_of(dim) is not None
+
+
+def whole_columns(dim: int) -> int:
+    """The head dim that the backward's kernels compute where they have no panels."""
+    return dim + -dim % WHOLE_COLUMNS
 
 
 def backward_effective(dim: int, value_dim: int) -> BwdParams:

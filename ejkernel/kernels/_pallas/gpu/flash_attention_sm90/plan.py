@@ -53,6 +53,16 @@ def copies_of(dim: int) -> int:
     return shared_columns(dim) // (panel_of(dim) or dim)
 
 
+def tail_of(dim: int) -> int | None:
+    """Columns beside the first 64 of a head that the single backward kernel computes; None if it has 64 or 128.
+
+    Example:
+        >>> [tail_of(dim) for dim in (64, 72, 80, 96, 112, 128)]
+        [None, 16, 16, 32, 64, None]
+    """
+    return next(x for x in (CHUNK, 2 * CHUNK, ROWS) if dim <= ROWS + x) if ROWS < dim < 2 * ROWS else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """What every kernel is told of a call.
@@ -92,10 +102,9 @@ def pad_rows(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
-def whole_columns(x: Array) -> Array:
-    """Columns to a multiple of 32, for kernels that take no others; copies only where there are."""
-    missing = -x.shape[3] % WHOLE_COLUMNS
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
+def pad_columns(x: Array, dim: int) -> Array:
+    """Zeros after the last of a head's dims; copies only where some are missing."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3]))) if x.shape[3] < dim else x
 
 
 def whole_tiles(row):

@@ -78,6 +78,7 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
         "Layout.WGMMA.reduce": _call(1),
         "Layout.WG_SPLAT": _call(1),
         "RefType": _call(1),
+        "RefUnion": _call(2),
         "SMEM": _call(2, "transforms"),
         "SemaphoreType.REGULAR": _call(1),
         "ShapeDtypeStruct": _call(2, "layout"),
