@@ -32,19 +32,14 @@ def jobs_of(part, names, options):
         for name in ("ejkernel", *names):
             yield cells.job(part, name, {}, LLAMA, directions=["both"])
     elif part == "features":
-        yield from without_refused(cells.feature_jobs(OURS, options))
+        yield from cells.feature_jobs(OURS, options)
     elif part == "errors":
-        jobs = [*without_refused(cells.error_jobs(OURS, options, options.only_dims)), *cells.error_jobs(CUDNN, options)]
+        jobs = [*cells.error_jobs(OURS, options, options.only_dims), *cells.error_jobs(CUDNN, options)]
         # What both can do comes first: features take minutes to compile.
         yield from sorted(jobs, key=lambda job: job["key"]["feature"] not in ("full", "causal"))
     else:
         for name in names:
             yield from {"cells": cells.cell_jobs, "window": cells.window_jobs}[part](name, options)
-
-
-def without_refused(jobs):
-    """Without what the kernels leave to Triton's."""
-    return (job for job in jobs if not job["key"]["feature"].startswith(("bias", "dropout")))
 
 
 class Jax:

@@ -23,6 +23,7 @@ _HOMES = {
     "blocksparse_attention": "ejkernel.ops.blocksparse_attention",
     "dot_product_attention": "ejkernel.ops.dot_product_attention",
     "explain": "ejkernel.ops.core.explain",
+    "export_checks": "ejkernel.ops.core.export",
     "flash_attention": "ejkernel.ops.flash_attention",
     "grouped_matmul": "ejkernel.ops.grouped_matmul",
     "kernel_registry": "ejkernel.contracts.registry",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.autotune import autotune
     from ejkernel.ops.config.context import overlay, target
     from ejkernel.ops.core.explain import explain
+    from ejkernel.ops.core.export import export_checks
     from ejkernel.ops.dot_product_attention import dot_product_attention
     from ejkernel.ops.flash_attention import flash_attention
     from ejkernel.ops.grouped_matmul import grouped_matmul

@@ -54,10 +54,12 @@ class Case:
     def at(self, subject):
         """The case in head dims that an implementation takes; None if it lacks a feature that the case is about."""
         case = self.shrunk(subject) if self.shrinks else self
-        step = subject.support.head_dims.step
+        step = subject.step
         if step > 1:
-            # In proportion, so that dims which differ still do.
-            head_dim, value_dim = (max(8, step) * -(-dim // 8) for dim in (case.head_dim, case.value_dim))
+            dims, of_step = (case.head_dim, case.value_dim), subject.support.head_dims.step
+            # In proportion, so that dims which differ still do, and odd ones are the odd multiples that it takes.
+            odd = of_step < step and case.head_dim % 2
+            head_dim, value_dim = (of_step * dim if odd else max(8, step) * -(-dim // 8) for dim in dims)
             case = replace(case, head_dim=head_dim, value_dim=value_dim)
         if step > 8:
             lengths = {name: STRETCH * getattr(case, name) for name in ("q_len", "kv_len") if getattr(case, name) > 1}

@@ -34,6 +34,7 @@ class Example:
         features: what an implementation must support.
         batch: for each argument that has one, its batch axis: to shard over.
         keep: arguments whose dtype never changes with the call's, such as sinks and scales in float32.
+        slow_interpreted: left out of ``make test`` where an interpreter would run it.
     """
 
     operation: str
@@ -45,6 +46,7 @@ class Example:
     features: frozenset[str] = frozenset()
     batch: dict[str, int] = field(default_factory=dict)
     keep: frozenset[str] = frozenset()
+    slow_interpreted: bool = False
 
     def __str__(self):
         return f"{self.operation}-{self.name}"
@@ -123,7 +125,7 @@ def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", 
 
     def slow(subject, example, examples):
         kept = {"all": examples, "main": (examples[0], examples[-1]), "last": examples[-1:]}[short]
-        return example not in kept or (subject.interpreted and interpreted == "slow")
+        return example not in kept or (subject.interpreted and (interpreted == "slow" or example.slow_interpreted))
 
     return pytest.mark.parametrize(
         ("subject", "example"),

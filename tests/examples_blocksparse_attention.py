@@ -50,9 +50,10 @@ def reference(query, key, value, sparsity_mask, softmax_aux=None, q_segment_ids=
 
 
 def example(name, *, batch=2, q_len=48, kv_len=48, heads=2, kv_heads=2, dim=8, value_dim=8, blocks=(16, 16), mask_heads=0,
-            density=0.5, segments=False, sinks=0, features=(), **statics):  # fmt: skip
+            density=0.5, segments=False, sinks=0, features=(), slow_interpreted=True, **statics):  # fmt: skip
     """``mask_heads``: 0 for one mask, 1 for one a head, 2 for one a batch entry and head."""
     grid = -(-q_len // blocks[0]), -(-kv_len // blocks[1])
+    uneven = any(size < length and size % 64 for length, size in zip((q_len, kv_len), blocks, strict=True))
     mask_shape = {0: grid, 1: (heads, *grid), 2: (batch, heads, *grid)}[mask_heads]
 
     def make(rng):
@@ -77,9 +78,12 @@ def example(name, *, batch=2, q_len=48, kv_len=48, heads=2, kv_heads=2, dim=8, v
         reference,
         statics={"block_size": blocks if blocks[0] != blocks[1] else blocks[0], **statics},
         differentiable=("query", "key", "value", "softmax_aux"),
-        features=frozenset(features) | ({"head_masks"} if mask_heads else set()),
+        features=frozenset(features)
+        | ({"head_masks"} if mask_heads else set())
+        | ({"uneven_blocks"} if uneven else set()),
         batch={**axes, **({"sparsity_mask": 0} if mask_heads == 2 else {})},
         keep=frozenset({"softmax_aux"}),
+        slow_interpreted=slow_interpreted,
     )
 
 
@@ -88,14 +92,15 @@ EXAMPLES = [
     example("nothing_kept", density=0.0, features={"lse"}, return_lse=True),
     example("everything_kept", density=1.0, causal=True, features={"causal"}),
     example("odd", q_len=53, kv_len=41, blocks=(16, 24), features={"cross", "lse"}, return_lse=True),
-    example("head_masks_gqa", heads=4, mask_heads=1, features={"gqa"}),
+    example("head_masks_gqa", heads=4, mask_heads=1, features={"gqa"}, slow_interpreted=False),
     example("batch_masks", heads=4, mask_heads=2, q_len=40, features={"gqa", "cross"}, causal=True),
     example("gqa", heads=4, value_dim=12, features={"gqa", "value_dim"}),
-    example("window", sliding_window=(11, 3), features={"window"}, density=0.7),
+    example("window", sliding_window=(11, 3), features={"window"}, density=0.7, slow_interpreted=False),
     example("segments", segments=True, features={"segments"}, density=0.7),
     example("sinks", sinks=1, features={"sinks", "lse"}, return_lse=True),
     example("blocks_longer_than_the_arrays", q_len=20, kv_len=30, blocks=(64, 64), features={"cross"}, density=1.0),
-    example("everything", q_len=61, kv_len=75, heads=4, value_dim=12, blocks=(16, 8), mask_heads=2, density=0.6, segments=True,
-            sinks=3, causal=True, sliding_window=(40, 0), logits_soft_cap=2.0, softmax_scale=0.3, return_lse=True,
+    example("everything", q_len=45, kv_len=52, heads=4, value_dim=12, blocks=(16, 8), mask_heads=2, density=0.6, segments=True,
+            sinks=3, causal=True, sliding_window=(30, 0), logits_soft_cap=2.0, softmax_scale=0.3, return_lse=True,
+            slow_interpreted=False,
             features={"causal", "window", "soft_cap", "segments", "sinks", "gqa", "value_dim", "cross", "lse"}),
 ]  # fmt: skip

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import runnable
 from examples_blocksparse_attention import EXAMPLES, example, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subjects import parameter, subjects
 from test_jit import count_traces
 from tolerances import assert_close
 
@@ -29,8 +29,18 @@ from ejkernel import (
 )
 from ejkernel.ops.blocksparse_attention import OPERATION
 
-IMPLEMENTATIONS = runnable("blocksparse_attention")
 slow = pytest.mark.slow
+
+
+def implementations(*, interpreted):
+    """Parameter ``subject`` of a test; ``interpreted``: the lane of those that an interpreter runs, slow or short."""
+    found = [s for s in subjects("blocksparse_attention") if s.dtype == "float32"]
+    return pytest.mark.parametrize(
+        "subject", [parameter(s, slow=s.interpreted and interpreted == "slow") for s in found]
+    )
+
+
+each_implementation = implementations(interpreted="slow")
 
 
 def inputs(length=48, heads=2, dim=8, kv_len=None, seed=0):
@@ -77,7 +87,7 @@ def test_patterns_combine_with_patterns_alone():
         patterns.causal() | np.ones((2, 2), bool)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@each_implementation
 @pytest.mark.parametrize(
     "statics",
     [
@@ -89,30 +99,30 @@ def test_patterns_combine_with_patterns_alone():
         ],
     ],
 )
-def test_a_full_mask_is_flash_attention(entry, statics):
+def test_a_full_mask_is_flash_attention(subject, statics):
     q, k, v = inputs(50, kv_len=70)
     mask = np.ones((4, 5), bool)
-    sparse = blocksparse_attention(q, k, v, mask, 16, **statics, platform=entry.platform)
+    sparse = blocksparse_attention(q, k, v, mask, 16, **statics, platform=subject.platform)
     assert_close(sparse, flash_attention(q, k, v, **statics), "float32")
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@each_implementation
 @pytest.mark.parametrize("keys", [16, 1000])
-def test_parameters_never_change_the_meaning(entry, keys):
+def test_parameters_never_change_the_meaning(subject, keys):
     """One block of keys a step, and as many as there are; one head a step, and all."""
     case = EXAMPLES[-1]
     arrays = case.arrays()
     heads = 1 if keys == 16 else 64
     params = (cls(kv_blocksize=keys, blocksize_heads=heads) for cls in (FwdParams, BwdParams))
     with overlay(blocksparse_attention=tuple(params)):
-        check(entry, case, arrays)
+        check(subject, case, arrays)
 
 
-def check(entry, case, arrays):
+def check(subject, case, arrays):
     """Values and gradients against float64."""
 
     def run(arrays):
-        return case.run(arrays, platform=entry.platform)
+        return case.run(arrays, platform=subject.platform)
 
     rng = np.random.default_rng(3)
     cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in jax.eval_shape(run, arrays))
@@ -131,10 +141,27 @@ def check(entry, case, arrays):
 
 
 @slow
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@each_implementation
+@pytest.mark.parametrize(
+    ("blocks", "tiles"), [((64, 32), (16, 16)), ((32, 64), (32, 16)), ((48, 40), (64, 64))], ids=str
+)
+@pytest.mark.parametrize("mask_heads", [0, 1])
+def test_several_tiles_a_block(subject, blocks, tiles, mask_heads):
+    """Blocks that are several tiles of a kernel's, and blocks that end within one."""
+    case = example(
+        "tiles", batch=1, q_len=90, kv_len=100, heads=2, kv_heads=1, blocks=blocks, mask_heads=mask_heads, causal=True, return_lse=True
+    )  # fmt: skip
+    sides = {"q_blocksize": tiles[0], "kv_blocksize": tiles[1]}
+    more = {"blocksize_m": tiles[1], "blocksize_n": tiles[0]}
+    with overlay(blocksparse_attention=(FwdParams(**sides), BwdParams(**sides, **more))):
+        check(subject, case, case.arrays())
+
+
+@slow
+@each_implementation
 @settings(max_examples=15)
 @given(data=st.data())
-def test_any_call(entry, data):
+def test_any_call(subject, data):
     """Values and gradients; the mask traced and not."""
     draw = data.draw
     q_len, kv_len = draw(st.integers(1, 60)), draw(st.integers(1, 60))
@@ -162,30 +189,30 @@ def test_any_call(entry, data):
         BwdParams(kv_blocksize=draw(st.sampled_from([8, 64]))),
     )
     with overlay(blocksparse_attention=params):
-        check(entry, case, arrays)
-        traced = jax.jit(lambda arrays: case.run(arrays, platform=entry.platform))(arrays)
+        check(subject, case, arrays)
+        traced = jax.jit(lambda arrays: case.run(arrays, platform=subject.platform))(arrays)
     assert_close(traced[0], case.expected(arrays)[0], "float32")
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
+@each_implementation
 @pytest.mark.parametrize("size", [521, *[pytest.param(size, marks=slow) for size in (600, 1030)]])
-def test_blocks_larger_than_a_kernels(entry, size):
+def test_blocks_larger_than_a_kernels(subject, size):
     """Cut into parts where they divide: the mask's meaning stays."""
     q, k, v = inputs(1100, heads=1)
     n = -(-1100 // size)
     mask = np.random.default_rng(1).random((n, n)) < 0.6
     mask[0, 0] = True
     for statics in ({}, {"causal": True}):
-        actual = blocksparse_attention(q, k, v, mask, size, **statics, platform=entry.platform)
+        actual = blocksparse_attention(q, k, v, mask, size, **statics, platform=subject.platform)
         with jax.enable_x64(True):
             expected = reference(*(x.astype("float64") for x in (q, k, v)), mask, block_size=size, **statics)
         assert_close(actual, expected, "float32")
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@implementations(interpreted="short")
+@pytest.mark.parametrize("garbage", [np.nan, pytest.param(np.inf, marks=slow)])
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=slow)])
-def test_garbage_in_hidden_blocks_never_shows(entry, garbage, traced):
+def test_garbage_in_hidden_blocks_never_shows(subject, garbage, traced):
     q, k, v = inputs(60)
     mask = np.random.default_rng(2).random((4, 4)) < 0.5
     mask[:, 1] = False
@@ -193,7 +220,7 @@ def test_garbage_in_hidden_blocks_never_shows(entry, garbage, traced):
     hidden = jnp.asarray(np.repeat(~mask.any(0), 16)[:60])[None, :, None, None]
 
     def run(q, k, v, mask):
-        return blocksparse_attention(q, k, v, mask, 16, platform=entry.platform)
+        return blocksparse_attention(q, k, v, mask, 16, platform=subject.platform)
 
     if not traced:
         run = functools.partial(run, mask=mask)
@@ -210,11 +237,40 @@ def test_garbage_in_hidden_blocks_never_shows(entry, garbage, traced):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("entry", IMPLEMENTATIONS)
-def test_a_nan_that_is_seen_shows(entry):
+@each_implementation
+@pytest.mark.parametrize("sinks", [False, pytest.param(True, marks=slow)])
+def test_garbage_in_rows_that_see_nothing_never_shows(subject, sinks):
+    """Neither that of a block that has no list, nor that of rows whose window misses what their block lists."""
+    q, k, v = inputs(60)
+    mask = np.zeros((4, 4), bool)
+    mask[1, 0] = mask[2, 2] = mask[3, :2] = True
+    options = {"causal": True, "sliding_window": (21, 0), "platform": subject.platform}
+    if sinks:
+        options["softmax_aux"] = jnp.array([0.5])
+    row, column = np.arange(60)[:, None], np.arange(60)[None, :]
+    seen = np.kron(mask, np.ones((16, 16), bool))[:60, :60] & (column <= row) & (column >= row - 21)
+    blind = jnp.asarray(~seen.any(1))[None, :, None, None]
+    assert 16 < blind.sum() < 60 - 16
+    assert (~seen.any(1))[16:].any()
+
+    def gradients(garbage):
+        out, pull = jax.vjp(
+            lambda *a: blocksparse_attention(*a, mask, 16, **options), jnp.where(blind, garbage, q), k, v
+        )
+        return out, *pull(jnp.where(blind, garbage, jnp.cos(out)))
+
+    (out, dq, *rest), expected = gradients(jnp.nan), gradients(0.0)
+    for a, b in zip((out, dq, *rest), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not jnp.where(blind, out, 0).any()
+    assert not jnp.where(blind, dq, 0).any()
+
+
+@each_implementation
+def test_a_nan_that_is_seen_shows(subject):
     q, k, v = inputs(48)
     mask = np.eye(3, dtype=bool)
-    out = blocksparse_attention(q, k.at[0, 20].set(jnp.nan), v, mask, 16, platform=entry.platform)
+    out = blocksparse_attention(q, k.at[0, 20].set(jnp.nan), v, mask, 16, platform=subject.platform)
     assert jnp.isnan(out[:, 16:32]).all()
     assert not jnp.isnan(out[:, :16]).any()
 

@@ -58,6 +58,11 @@ def test_tuning_page():
     assert "gradients of key, query, value" in output.getvalue()
 
 
+def test_devices_page():
+    for block in python_blocks(ROOT / "docs" / "devices.md"):
+        exec(block, {})
+
+
 def test_serving_page():
     (block,) = python_blocks(ROOT / "docs" / "serving.md")
     exec(block, {})

@@ -1,5 +1,9 @@
 """jax.export: serialised, deserialised, and run with the same result; also for devices that are not here."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -8,8 +12,9 @@ import pytest
 from cases import SMALL_BLOCKS, named
 from examples import assert_trees_close, each_example
 from subjects import each_subject
+from test_mosaic import HOPPER, needs_plugin
 
-from ejkernel import flash_attention, target
+from ejkernel import explain, export_checks, flash_attention, target
 
 
 def round_trip(exported):
@@ -77,3 +82,88 @@ def test_every_operation_exports_for_devices_that_are_not_here(subject, example,
     with target(device):
         exported = jax.export.export(jax.jit(run), platforms=[platform])(arrays)
     assert exported.platforms == (platform,)
+
+
+# Kernels of GPUs
+
+X = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+
+
+def for_hopper(platform, **options):
+    """An exported call that runs the platform's kernel."""
+    with target("nvidia-h100"):
+        if explain("flash_attention", X, X, X, causal=True, platform=platform).chosen is None:
+            pytest.skip(f"{platform} is not installed")
+        call = jax.jit(lambda q, k, v: flash_attention(q, k, v, causal=True, platform=platform))
+        return jax.export.export(call, platforms=["cuda"], **options)(X, X, X)
+
+
+@pytest.mark.parametrize(
+    "platform",
+    ["cudnn", pytest.param("triton", marks=pytest.mark.slow), pytest.param("pallas", marks=pytest.mark.slow)],
+)
+def test_exports_kernels_of_gpus(platform, monkeypatch):
+    """With one argument; without it JAX takes those alone for which it vouches."""
+    monkeypatch.setenv("EJKERNEL_NONDETERMINISTIC", "1")
+    with target("nvidia-h100"):
+        restored = round_trip(for_hopper(platform, disabled_checks=export_checks()))
+    assert restored.platforms == ("cuda",)
+    assert restored.has_vjp()
+    if platform != "pallas":
+        with pytest.raises(ValueError, match="no compatibility guarantees"):
+            for_hopper(platform)
+
+
+RESTORED = """
+import sys
+import jax, jax.export, jax.experimental.pallas.mosaic_gpu
+from jax.experimental import topologies
+exported = jax.export.deserialize(open(sys.argv[1], "rb").read())
+topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=sys.argv[2], topology="1x1x2")
+sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in exported.in_avals]
+gradients = jax.grad(lambda *arrays: exported.call(*arrays).astype("float32").sum(), (0, 1, 2))
+print(jax.jit(gradients).lower(*arrays).compile().as_text())
+assert "ejkernel" not in sys.modules
+"""
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.parametrize(("platform", "kernel"), [("triton", "triton_kernel_call"), ("pallas", "mosaic_gpu")])
+def test_restored_where_the_package_is_not_loaded(platform, kernel, tmp_path):
+    """Compiled for a Hopper in another process, both directions. cuDNN compiles on a GPU alone."""
+    with target("nvidia-h100"):
+        serialised = for_hopper(platform, disabled_checks=export_checks()).serialize(vjp_order=1)
+    (tmp_path / "exported").write_bytes(serialised)
+    result = subprocess.run(
+        [sys.executable, "-c", RESTORED, str(tmp_path / "exported"), HOPPER],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"},
+    )
+    if "Unsupported .version" in result.stderr:
+        pytest.skip("this Triton writes PTX that the plugin's assembler does not know")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count(kernel) >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("platform", ["triton", "pallas", "cudnn"])
+def test_restored_runs_on_a_gpu(platform, monkeypatch):
+    """The same results and gradients as the call that was exported."""
+    monkeypatch.setenv("EJKERNEL_NONDETERMINISTIC", "1")
+    if explain("flash_attention", X, X, X, causal=True, platform=platform).chosen is None:
+        pytest.skip(f"{platform} cannot run here")
+    arrays = [jax.random.normal(key, X.shape, X.dtype) for key in jax.random.split(jax.random.key(0), 3)]
+
+    def call(q, k, v):
+        return flash_attention(q, k, v, causal=True, platform=platform)
+
+    def gradients(call):
+        return jax.jit(jax.grad(lambda *arrays: (call(*arrays).astype("float32") ** 2).sum(), (0, 1, 2)))(*arrays)
+
+    restored = round_trip(jax.export.export(jax.jit(call), disabled_checks=export_checks())(*arrays))
+    np.testing.assert_array_equal(restored.call(*arrays).astype("float32"), call(*arrays).astype("float32"))
+    assert_trees_close(gradients(restored.call), gradients(call), "bfloat16", gradient=True)

@@ -30,6 +30,7 @@ OPERATION = kernel_registry.operation("flash_attention")
 ALL = frozenset({"query", "key", "value"})
 # The narrowest head dims that take each kernel.
 SINGLE, WIDE = (64, 64), (64, 128)
+PANELS = (72, 72)
 interpreted = pytest.mark.skipif(JAX < (0, 11), reason="jax has no interpreter of Mosaic GPU before 0.11")
 
 
@@ -119,7 +120,9 @@ def check_interpreted(shape, options, capfd, *, params=None, spoil=lambda arrays
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", some([name for name in CALLS if name != "divided heads"], *ONE_A_FEATURE))
 @pytest.mark.parametrize(
-    "dims", some([SINGLE, (128, 128), WIDE], (128, 128), WIDE), ids=["single", "single at 128", "wide"]
+    "dims",
+    some([SINGLE, (128, 128), PANELS, WIDE], (128, 128), WIDE),
+    ids=["single", "single at 128", "panels", "wide"],
 )
 def test_interpreted(name, dims, capfd):
     shape, options = CALLS[name]
@@ -127,12 +130,15 @@ def test_interpreted(name, dims, capfd):
 
 
 @interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
-    [(32, 32), (96, 96), (96, 64), (128, 128), (128, 64), (160, 32), (192, 128), (224, 224), (256, 256)],
+    some(
+        [(24, 56), (32, 32), PANELS, (80, 64), (96, 96), (96, 64), (104, 104), (128, 128), (128, 64), (160, 32),
+         (192, 128), (224, 224), (256, 256)],
+        PANELS,
+    ),
     ids=str,
-)
+)  # fmt: skip
 def test_interpreted_at_other_head_dims(dims, capfd):
     check_interpreted({"q_len": 130, "kv_len": 200, "dims": dims}, {"causal": True}, capfd)
 
@@ -241,7 +247,7 @@ def test_sums_have_an_order(name, size, step):
 
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dims", [SINGLE, WIDE], ids=["single", "wide"])
+@pytest.mark.parametrize("dims", [SINGLE, PANELS, WIDE], ids=["single", "panels", "wide"])
 def test_traces_in_shard_map(dims, check_vma, segments):
     """JAX refuses warps of different roles where arrays vary over mesh axes: roles are then warpgroups."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -349,7 +355,9 @@ SPILLS = [
         64,
     ),
     ((128, 64), ["causal"], 0),
-    ((96, 96), ["causal"], 0),
+    ((72, 72), ["plain", "causal", "window", "segments", "packed", "soft cap"], 0),
+    ((96, 96), ["causal", "segments"], 0),
+    ((112, 112), ["causal"], 0),
     ((192, 128), ["causal"], 0),
     ((256, 256), ["causal", "segments"], 0),
 ]
@@ -407,7 +415,9 @@ def test_the_slope_is_not_summed_where_it_is_packed(dims, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(32, 32), (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
 def test_on_a_gpu(name, dims):
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
     if explain("flash_attention", x, x, x, platform="pallas").chosen is None:

@@ -189,7 +189,9 @@ HALF_GRID = [
     *[(L4, dim, None, FEW) for dim in (64, 128, 256)],
 ]
 # At 256 the products outside of the tensor cores hold more than the registers, whatever the tile.
-FULL_GRID = [(chip, dim, None, ((), EVERYTHING)) for chip in ("nvidia-a100", H200) for dim in (64, 128)]
+FULL_GRID = [
+    (chip, dim, None, ((), EVERYTHING)) for chip in ("nvidia-a100", L4, H200, "nvidia-b200") for dim in (64, 128)
+]
 
 
 def over_the_limits(chip, kernel, dim, value_dim, dtype, feature_sets):

@@ -35,7 +35,20 @@ import ejkernel
 from ejkernel import flash_attention, target
 
 GRADIENTS = ("query", "key", "value", "bias", "softmax_aux")
-HOPPER_FEATURES = ("causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "cross", "lse")
+HOPPER_FEATURES = (
+    "causal",
+    "window",
+    "soft_cap",
+    "bias",
+    "mask",
+    "segments",
+    "varlen",
+    "sinks",
+    "dropout",
+    "gqa",
+    "cross",
+    "lse",
+)
 
 
 def of_jaxpr(run, *args) -> str:

@@ -21,7 +21,14 @@ Params = TypeVar("Params", FwdParams, BwdParams)
 
 # Our own kernels register when their module is imported, and that waits until somebody asks for the operation.
 BUILTIN = {
-    "blocksparse_attention": ("ejkernel.ops.blocksparse_attention", ("ejkernel.kernels._xla.blocksparse_attention",)),
+    "blocksparse_attention": (
+        "ejkernel.ops.blocksparse_attention",
+        (
+            "ejkernel.kernels._xla.blocksparse_attention",
+            "ejkernel.kernels._triton.blocksparse_attention",
+            "ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.attention",
+        ),
+    ),
     "flash_attention": (
         "ejkernel.ops.flash_attention",
         (

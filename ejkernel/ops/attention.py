@@ -172,6 +172,14 @@ def segment_pair(q_ids: Array, kv_ids: Array) -> tuple[Array, Array]:
     return q_ids.astype(wide), kv_ids.astype(wide)
 
 
+def attention_axes(*, spread_heads: bool = True) -> tuple[dict[str, str], tuple[str, str]]:
+    """How arrays ``[B, S, H, D]``, and what has one value a head or ``[B, H, …]``, are cut over a mesh: by batch and key heads."""
+    query, key = ("kg", "k") if spread_heads else (".", ".")
+    arrays = {"query": f"b . {query}", "key": f"b . {key}", "value": f"b . {key}"}
+    arrays |= dict.fromkeys(("attention_mask", "bias", "softmax_aux"), f"b {query}")
+    return arrays, (f"b . {query}", f"b {query}")
+
+
 def nbytes(array: Any) -> int:
     """Of an array, which may be abstract."""
     return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize

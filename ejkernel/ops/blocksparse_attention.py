@@ -19,10 +19,12 @@ from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.registry import Implementation
 from ejkernel.contracts.support import Backend, Platform
+from ejkernel.kernels.common.block_lists import Blocks, list_blocks
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
     Window,
+    attention_axes,
     effective_window,
     joined_sinks,
     nbytes,
@@ -109,22 +111,6 @@ def _window(causal: Any, sliding_window: Any, longest: int) -> Window:
     return effective_window(_check.window("sliding_window", given), _check.flag("causal", causal), longest)
 
 
-class Blocks(NamedTuple):
-    """The blocks that a mask keeps and that causality and the window leave something of.
-
-    Attributes:
-        start: int32 ``[B|1, H|1, nq]``, where the list of each block of queries begins in ``index``.
-        full: how many of them are wholly visible and need no mask; they come first.
-        count: how many there are.
-        index: int32 ``[B|1, length]``, blocks of keys; what follows the last list is not to be read.
-    """
-
-    start: Any
-    full: Any
-    count: Any
-    index: Any
-
-
 class Listed(NamedTuple):
     """A mask that had values when the call was made, and its blocks."""
 
@@ -154,6 +140,11 @@ class _Grid(NamedTuple):
     sizes: tuple[int, int]
     parts: tuple[int, int]
 
+    @property
+    def uneven(self) -> bool:
+        """Whether an axis has several blocks that are no multiples of 64 positions, the rows of a GPU's products."""
+        return any(size < length and size % 64 > 0 for length, size in zip(self.lengths, self.sizes, strict=True))
+
     def visibility(self, mask: Any, window: Window) -> tuple[Any, Any]:
         """Of the kernels' blocks: which are kept and may hold visible pairs, ``[B|1, H|1, nq, nk]``; which hold no others."""
         (q_len, kv_len), (q_size, kv_size) = self.lengths, self.sizes
@@ -176,12 +167,14 @@ class BlockSparseSpec:
     """What to compute, beside the arrays; ``window`` and the rest as in ``FlashSpec``.
 
     Kernels work with the blocks of ``grid.sizes``, at most ``LARGEST_BLOCK`` positions where the mask's blocks divide.
+    ``roomy``: each list has room for all blocks, as those of a traced mask have, so that lists begin at equal distances.
     """
 
     grid: _Grid
     window: Window
     softmax_scale: float
     logits_soft_cap: float | None
+    roomy: bool
 
 
 def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
@@ -202,12 +195,7 @@ def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
 
 def _list_on_device(mask: Array, grid: _Grid, window: Window) -> Blocks:
     """A list that has room for every block."""
-    kept, full = grid.visibility(mask, window)
-    batch, heads, nq, nk = kept.shape
-    order = jnp.argsort(jnp.where(kept & full, 0, jnp.where(kept, 1, 2)), axis=-1, stable=True).astype(jnp.int32)
-    start = jnp.arange(heads * nq, dtype=jnp.int32).reshape(1, heads, nq) * nk
-    counts = ((kept & full).sum(-1, dtype=jnp.int32), kept.sum(-1, dtype=jnp.int32))
-    return Blocks(jnp.broadcast_to(start, (batch, heads, nq)), *counts, order.reshape(batch, -1))
+    return list_blocks(*grid.visibility(mask, window))
 
 
 def _check_grid(query: Any, key: Any, value: Any, mask: Any, block_size: Any) -> _Grid:
@@ -251,6 +239,7 @@ class BlockSparseAttention(Operation):
         "value_dim": "values of another head dim than the keys",
         "cross": "queries and keys of different lengths",
         "head_masks": "a mask of its own for each head",
+        "uneven_blocks": "several blocks that are no multiples of 64 positions",
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key", "value", "softmax_aux")
@@ -280,6 +269,7 @@ class BlockSparseAttention(Operation):
             window=_window(a["causal"], a["sliding_window"], max(q_len, kv_len)),
             softmax_scale=_check.scale(a["softmax_scale"], head_dim),
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
+            roomy=not isinstance(mask, Listed),
         )
         used = {
             "causal": (a["causal"], "causal"),
@@ -291,6 +281,7 @@ class BlockSparseAttention(Operation):
             "value_dim": (head_dim != value_dim, f"value head dim {value_dim} beside {head_dim}"),
             "cross": (q_len != kv_len, f"query length {q_len} beside key length {kv_len}"),
             "head_masks": (mask.ndim > 2, f"a mask of shape {list(mask.shape)}"),
+            "uneven_blocks": (grid.uneven, f"blocks of {' × '.join(map(str, grid.sizes))}"),
             "lse": (a["return_lse"], "return_lse"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
@@ -313,7 +304,7 @@ class BlockSparseAttention(Operation):
                 ("kv_len", power_of_two(kv_len)),
                 ("listed_len", _room(mask)),
                 ("window", window_words(spec.window)),
-                ("features", " ".join(sorted(features.keys() - {"lse"}))),
+                ("features", " ".join(sorted(features.keys() - {"lse", "uneven_blocks"}))),
             ),
         )
 
@@ -329,6 +320,23 @@ class BlockSparseAttention(Operation):
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
         return arrays
+
+    def axes(self, arrays: dict[str, Any], spec: BlockSparseSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch and heads, and lists that have room for every block of each head."""
+        named, results = attention_axes()
+        lists = "kgr" if spec.roomy and arrays["blocks"].start.shape[1] > 1 else "."
+        return {**named, "blocks": Blocks("b kg", "b kg", "b kg", f"b {lists}")}, results
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where lists differ between heads: the kernel is a loop over them then, for which the heads are gathered."""
+        return arrays["blocks"].start.shape[1] == 1
+
+    def localise(self, arrays: dict[str, Any], spec: BlockSparseSpec, index: Any) -> dict[str, Any]:
+        """The lists of a device's first head begin where its part does."""
+        blocks = arrays["blocks"]
+        if not spec.roomy:
+            return arrays
+        return {**arrays, "blocks": blocks._replace(start=blocks.start - blocks.start[:, :1, :1])}
 
     def run_plain(self, implementation: Implementation, given: dict[str, Any]) -> Any:
         """A plain function gets the mask itself."""
@@ -381,7 +389,8 @@ class BlockSparseAttention(Operation):
 
         def make(like: Any) -> Any:
             if isinstance(like, Blocks):
-                return _full_lists(like)
+                q_block = -(-shapes["query"].shape[1] // like.start.shape[2])
+                return _full_lists(like, -(-shapes["key"].shape[1] // q_block))
             if jnp.issubdtype(like.dtype, jnp.floating):
                 return jax.random.normal(next(keys), like.shape, like.dtype)
             return jnp.ones(like.shape, like.dtype)
@@ -394,14 +403,16 @@ def _room(mask: Any) -> int:
     return mask.blocks.index.shape[1] if isinstance(mask, Listed) else power_of_two(math.prod(mask.shape[-3:]))
 
 
-def _full_lists(like: Blocks) -> Blocks:
-    """As many blocks a row as the list has room for, all at the array's start."""
+def _full_lists(like: Blocks, kv_blocks: int) -> Blocks:
+    """As many blocks a row as the list has room for, from the diagonal on."""
     _, heads, nq = like.start.shape
     room = max(1, like.index.shape[1] // (heads * nq))
     start = jnp.broadcast_to(jnp.arange(heads * nq, dtype=jnp.int32).reshape(heads, nq) * room, like.start.shape)
     start = jnp.minimum(start, like.index.shape[1] - 1)
     count = jnp.full(start.shape, room, jnp.int32)
-    return Blocks(start, jnp.zeros_like(count), count, jnp.zeros(like.index.shape, jnp.int32))
+    place = jnp.arange(like.index.shape[1], dtype=jnp.int32)
+    index = jnp.broadcast_to((place // room + place % room) % kv_blocks, like.index.shape)
+    return Blocks(start, jnp.zeros_like(count), count, index)
 
 
 OPERATION = BlockSparseAttention(blocksparse_attention)

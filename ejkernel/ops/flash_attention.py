@@ -22,6 +22,7 @@ from ejkernel.kernels.common import dropout
 from ejkernel.ops.attention import (
     AttentionChecker,
     as_seed,
+    attention_axes,
     effective_window,
     joined_sinks,
     key_intervals,
@@ -356,6 +357,10 @@ class FlashAttention(Operation):
         if spec.dropout_prob:
             arrays["dropout_key"] = dropout.batch_keys(a["dropout_seed"], query.shape[0])
         return arrays
+
+    def axes(self, arrays: dict[str, Any], spec: FlashSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch and heads; dropout hashes the index of a head, which a part of the heads would count from 0."""
+        return attention_axes(spread_heads=not spec.dropout_prob)
 
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Zeros for a batch of 0."""

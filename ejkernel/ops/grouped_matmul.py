@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -214,6 +215,24 @@ class GroupedMatmul(Operation):
                 mode="clip", wrap_negative_indices=False
             )
         return {"a": a[None], "b": b[None], "bounds": bounds[None]}
+
+    def axes(self, arrays: dict[str, Any], spec: GroupedSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch, groups, rows and columns; the groups of a ragged product stay together, for each row must find its own."""
+        if "bounds" in arrays:
+            return {"a": "b m", "b": "b . n" if spec.transpose_b else "b . . n"}, ("b m n", "b")
+        return {"a": "b g m", "b": "b g n" if spec.transpose_b else "b g . n"}, ("b g m n", "b")
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where groups begin at any row."""
+        return "bounds" not in arrays
+
+    def localise(self, arrays: dict[str, Any], spec: GroupedSpec, index: Callable[[str], Any]) -> dict[str, Any]:
+        """Bounds count from the first row that a device has."""
+        if "bounds" not in arrays:
+            return arrays
+        rows = arrays["a"].shape[1]
+        bounds = jnp.clip(arrays["bounds"] - jnp.asarray(index("m"), jnp.int32) * rows, 0, rows)
+        return {**arrays, "bounds": bounds}
 
     def _shape(self, arguments: dict[str, Any]) -> tuple[int, ...]:
         """The result's."""

@@ -150,6 +150,10 @@ class MeanPooling(Operation):
             arrays["mask"] = mask if mask.dtype == bool else mask != 0
         return arrays
 
+    def axes(self, arrays: dict[str, Any], spec: MeanPoolingSpec) -> tuple[dict[str, Any], tuple]:
+        """Batch and features."""
+        return {"inputs": "b . d"}, ("b . d" if spec.packed else "b d", "b")
+
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Zeros where there is no token or no feature."""
         inputs, offsets = arguments["inputs"], arguments["cu_seqlens"]

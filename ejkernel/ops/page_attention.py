@@ -247,6 +247,19 @@ class PageAttention(Operation):
                 arrays[name] = jnp.broadcast_to(factor, (1, kv_heads))
         return arrays
 
+    def axes(self, arrays: dict[str, Any], spec: PageSpec) -> tuple[dict[str, Any], tuple]:
+        """Heads, and sequences where each has one token; the pages are the sequences' together."""
+        sequences = "." if "query_starts" in arrays else "b"
+        tokens = f"e {sequences}"
+        named = {"query": f"{tokens} kg", "query_starts": "e", "softmax_aux": "e kg"}
+        named |= dict.fromkeys(("context_lens", "block_tables"), tokens)
+        named |= dict.fromkeys(("key_cache", "value_cache"), ". . k") | dict.fromkeys(("k_scale", "v_scale"), "e k")
+        return named, (f"{tokens} kg", f"{tokens} kg")
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Not where gradients are added to the pages that all sequences share."""
+        return direction == "forward"
+
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Zeros where there is no sequence, no page or no room in the table."""
         if _has_work(arguments):

@@ -274,6 +274,10 @@ class Recurrent(Operation):
             arrays["lengths"] = jnp.clip(lengths, 0, arguments["inputs"].shape[1]).astype(jnp.int32)
         return arrays
 
+    def axes(self, arrays: dict[str, Any], spec: RecurrentSpec) -> tuple[dict[str, Any], tuple]:
+        """The batch, which shares the weights."""
+        return {"weights": "."}, ("b", "b")
+
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Without sequences or without steps the state stays as it is."""
         batch, steps, _ = arguments["inputs"].shape

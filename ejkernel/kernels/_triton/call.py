@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -35,6 +36,17 @@ def on_nvidia(device: DeviceInfo | None) -> bool:
     if device is not None:
         return device.vendor == "nvidia"
     return "rocm" not in str(jax.devices()[0].client.platform_version).lower()
+
+
+def product_precision(dtype: Any, device: DeviceInfo | None) -> str:
+    """How ``tl.dot`` multiplies numbers of a dtype.
+
+    NVIDIA's tensor cores multiply float32 as three products of its upper and lower halves, in TF32: an error as that of a sum
+    in float32, at many times the speed. AMD's multiply float32 itself.
+    """
+    if dtype != jnp.float32:
+        return "tf32"
+    return "tf32x3" if on_nvidia(device) else "ieee"
 
 
 def passes_twice() -> bool:

@@ -11,7 +11,7 @@ Forwards of few queries over many keys run on the kernels of paged attention: se
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import Array
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._triton import decoding
-from ejkernel.kernels._triton.call import call, on_nvidia
+from ejkernel.kernels._triton.call import call, on_nvidia, product_precision
 from ejkernel.kernels._triton.flash_blocks import (
     READ_BACKWARD,
     READ_FORWARD,
@@ -35,6 +35,7 @@ from ejkernel.kernels.common import dropout, visibility
 from ejkernel.kernels.common.decoding import is_decoding
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
+from ejkernel.kernels.common.unseen import without_unseen
 
 ALIGNED = 16
 # The head dim up to which the gradients of keys and values are accumulated together.
@@ -45,14 +46,18 @@ def forward(
     arrays: dict[str, Array], spec: Any, params: FwdParams, *, device: DeviceInfo | None = None
 ) -> tuple[Array, Array]:
     """Attention output ``[B, Sq, H, Dv]`` and the log-sum-exp of its logits ``[B, H, Sq]``."""
-    from ejkernel.kernels._triton import flash_kernels
-
     if is_decoding(arrays, spec):
         return decoding.forward(arrays, spec, params, device)
-    params = effective(params, device)
-    p = FlashOperands(_without_unseen(arrays, spec), spec, params.q_blocksize, params.kv_blocksize, device)
+    return run_forward(FlashOperands, without_unseen(arrays, spec), spec, effective(params, device), device)
+
+
+def run_forward(operands: type[FlashOperands], arrays: dict[str, Any], spec: Any, params: FwdParams, device: Any):
+    """Output and log-sum-exp, over what the operands walk; the parameters are those that are used."""
+    from ejkernel.kernels._triton import flash_kernels
+
+    p = operands(arrays, spec, params.q_blocksize, params.kv_blocksize, device)
     sinks = arrays.get("softmax_aux", p.nothing)
-    walks, full, partial = p.key_walks()
+    walks = p.key_walks()
     batch, q_len, heads, _ = p.query.shape
     outputs = (
         jax.ShapeDtypeStruct((batch, q_len, heads, p.value_dim), p.query.dtype),
@@ -60,11 +65,11 @@ def forward(
     )
     out, lse = call(
         flash_kernels.forward,
-        [*p.pointers, walks, sinks],
-        [*p.lengths, p.q_blocks, *p.strides(walks), 0 if sinks.shape[0] == 1 else heads],
+        [*p.pointers, walks.array, sinks],
+        [*p.lengths, p.q_blocks, *p.strides(walks.each), 0 if sinks.shape[0] == 1 else heads],
         outputs,
         programs=p.q_blocks * heads * batch,
-        constants=p.constants(full, partial),
+        constants=p.constants(walks.unmasked, walks.masked),
         num_warps=params.num_warps,
         num_stages=params.num_stages,
         device=device,
@@ -84,13 +89,28 @@ def backward(
     device: DeviceInfo | None = None,
 ) -> dict[str, Array]:
     """The wanted gradients, from the residuals ``(out, lse)``."""
-    params = effective(params, device)
     dout, finite_lse, slope, arrays = softmax_residuals(arrays, out, lse, dout, dlse)
-    arrays = _without_unseen(arrays, spec)
+    arrays = without_unseen(arrays, spec)
+    return run_backward(
+        FlashOperands, arrays, spec, effective(params, device), (dout, finite_lse, slope), wanted, device
+    )
+
+
+def run_backward(
+    operands: type[FlashOperands],
+    arrays: dict[str, Any],
+    spec: Any,
+    params: BwdParams,
+    statistics: tuple[Array, Array, Array],
+    wanted: frozenset[str],
+    device: DeviceInfo | None,
+) -> dict[str, Array]:
+    """The wanted gradients, from what ``softmax_residuals`` gives; the parameters are those that are used."""
+    dout, finite_lse, slope = statistics
     residuals = [dout, finite_lse * LOG2E, slope]
-    grads = _key_gradients(arrays, spec, params, residuals, wanted & {"key", "value"}, device)
+    grads = _key_gradients(operands, arrays, spec, params, residuals, wanted & {"key", "value"}, device)
     if "query" in wanted:
-        grads["query"] = _query_gradient(arrays, spec, params, residuals, device)
+        grads["query"] = _query_gradient(operands, arrays, spec, params, residuals, device)
     if "bias" in wanted:
         grads["bias"] = _bias_gradient(arrays, spec, residuals, device)
     if "softmax_aux" in wanted:
@@ -98,69 +118,33 @@ def backward(
     return grads
 
 
-def _without_unseen(arrays: dict[str, Array], spec: Any) -> dict[str, Array]:
-    """Keys and values that no query sees as zeros, where a mask or a bias decides: they may be NaN, and 0 * NaN is not 0.
-
-    Looking for them takes a pass over the mask, so it is done only if there is anything to find.
-    """
-    if not {"attention_mask", "bias"} & arrays.keys():
-        return arrays
-
-    def zeroed(key, value):
-        seen = _seen_keys(arrays, spec)[..., None]
-        return jnp.where(seen, key, 0), jnp.where(seen, value, 0)
-
-    key, value = arrays["key"], arrays["value"]
-    finite = jnp.isfinite(key).all() & jnp.isfinite(value).all()
-    key, value = jax.lax.cond(finite, lambda key, value: (key, value), zeroed, key, value)
-    return {**arrays, "key": key, "value": value}
-
-
-def _seen_keys(arrays: dict[str, Array], spec: Any) -> Array:
-    """``[B, Sk, Hkv]``: whether any query sees a key."""
-    q_len, kv_heads = arrays["query"].shape[1], arrays["key"].shape[2]
-    kv_len = arrays["key"].shape[1]
-    start, stop = (
-        (arrays[n] for n in ("kv_start", "kv_stop")) if "kv_start" in arrays else intervals(spec.window, q_len, kv_len)
-    )
-    column = jnp.arange(kv_len)
-    seen = ((column >= start[..., None]) & (column < stop[..., None]))[:, None]
-    if "q_segment_ids" in arrays:
-        q_ids, kv_ids = arrays["q_segment_ids"][:, None, :, None], arrays["kv_segment_ids"][:, None, None]
-        seen &= (q_ids == kv_ids) & (q_ids > 0)
-    if "attention_mask" in arrays:
-        seen &= arrays["attention_mask"]
-    if "bias" in arrays:
-        seen &= arrays["bias"] > -jnp.inf
-    seen = seen.any(2)  # [B|1, H|1, Sk]
-    batch, _, heads, _ = arrays["query"].shape
-    seen = jnp.broadcast_to(seen, (batch, heads, kv_len)).reshape(batch, kv_heads, -1, kv_len).any(2)
-    return seen.swapaxes(1, 2)
-
-
-def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset[str], device) -> dict[str, Array]:
+def _key_gradients(
+    operands, arrays, spec, params: BwdParams, residuals, wanted: frozenset[str], device
+) -> dict[str, Array]:
     """Both in one pass over the queries, unless the accumulators of both are too wide for the registers."""
     if len(wanted) == 2 and max(padded(arrays[name].shape[3]) for name in wanted) > WIDEST_PAIR:
         return {
             name: gradient
             for one in sorted(wanted)
-            for name, gradient in _key_gradients(arrays, spec, params, residuals, frozenset({one}), device).items()
+            for name, gradient in _key_gradients(
+                operands, arrays, spec, params, residuals, frozenset({one}), device
+            ).items()
         }
     if not wanted:
         return {}
     from ejkernel.kernels._triton import flash_kernels
 
-    p = FlashOperands(arrays, spec, params.q_blocksize, params.kv_blocksize, device)
-    walks, full, partial = p.query_walks()
+    p = operands(arrays, spec, params.q_blocksize, params.kv_blocksize, device)
+    walks = p.query_walks()
     key = arrays["key"]
     shapes = {name: arrays[name].shape if name in wanted else (1,) for name in ("key", "value")}
     gradients = call(
         flash_kernels.backward_keys,
-        [*p.pointers, walks, *residuals],
-        [*p.lengths, p.kv_blocks, *p.strides(walks)],
+        [*p.pointers, walks.array, *residuals],
+        [*p.lengths, p.kv_blocks, *p.strides(walks.each)],
         [jax.ShapeDtypeStruct(shape, key.dtype) for shape in shapes.values()],
         programs=p.kv_blocks * key.shape[2] * key.shape[0],
-        constants=p.constants(full, partial, dk="key" in wanted, dv="value" in wanted),
+        constants=p.constants(walks.unmasked, walks.masked, dk="key" in wanted, dv="value" in wanted),
         num_warps=params.num_warps,
         # Without the keys' gradient the values stay out of shared memory, which leaves room for a stage.
         num_stages=params.num_stages + ("key" not in wanted),
@@ -169,19 +153,19 @@ def _key_gradients(arrays, spec, params: BwdParams, residuals, wanted: frozenset
     return {name: gradient for name, gradient in zip(shapes, gradients, strict=True) if name in wanted}
 
 
-def _query_gradient(arrays, spec, params: BwdParams, residuals, device) -> Array:
+def _query_gradient(operands, arrays, spec, params: BwdParams, residuals, device) -> Array:
     from ejkernel.kernels._triton import flash_kernels
 
-    p = FlashOperands(arrays, spec, params.blocksize_m, params.blocksize_n, device)
-    walks, full, partial = p.key_walks()
+    p = operands(arrays, spec, params.blocksize_m, params.blocksize_n, device)
+    walks = p.key_walks()
     batch, _, heads, _ = p.query.shape
     (dq,) = call(
         flash_kernels.backward_queries,
-        [*p.pointers, walks, *residuals],
-        [*p.lengths, p.q_blocks, *p.strides(walks)],
+        [*p.pointers, walks.array, *residuals],
+        [*p.lengths, p.q_blocks, *p.strides(walks.each)],
         (jax.ShapeDtypeStruct(p.query.shape, p.query.dtype),),
         programs=p.q_blocks * heads * batch,
-        constants=p.constants(full, partial),
+        constants=p.constants(walks.unmasked, walks.masked),
         **_launch_of_queries(p, params),
         device=device,
     )
@@ -190,6 +174,8 @@ def _query_gradient(arrays, spec, params: BwdParams, residuals, device) -> Array
 
 def _launch_of_queries(p: FlashOperands, params: BwdParams) -> dict[str, int]:
     """Warps and stages of the kernel for a block of queries, from its blocks: ``params`` has those of a block of keys."""
+    if product_precision(p.query.dtype, p.device) == "tf32x3":
+        return {"num_warps": params.num_warps, "num_stages": params.num_stages}
     wide = max(padded(p.query.shape[3]), padded(p.value_dim)) > WIDEST_PAIR
     stages = (1 if p.bn >= 64 else 2) if wide else 3
     warps = 8 if p.bm >= 128 and p.query.shape[3] > 64 else 4
@@ -218,6 +204,17 @@ def _bias_gradient(arrays, spec, residuals, device) -> Array:
         device=device,
     )
     return dbias
+
+
+class Walks(NamedTuple):
+    """What the kernels' loops visit: the array, how many walks each batch entry has of its own (0: all share them), whether
+    any step is unmasked, whether any is masked.
+    """
+
+    array: Array
+    each: int
+    unmasked: bool
+    masked: bool
 
 
 class FlashOperands:
@@ -251,13 +248,10 @@ class FlashOperands:
         shift = self.kv_len - self.q_len
         return [self.q_len, self.kv_len, shift - (left or 0), shift + (right or 0) + 1]
 
-    def strides(self, walks: Any = None) -> list[int]:
+    def strides(self, walks_each: int = 0) -> list[int]:
         """By batch entry of walks and intervals; by batch entry, head and row of mask and bias; 0 along what is shared."""
         starts = self.arrays.get("kv_start")
-        strides = [
-            0 if walks is None or walks.shape[0] == 1 else walks.shape[1],
-            0 if starts is None or starts.shape[0] == 1 else self.q_len,
-        ]
+        strides = [walks_each, 0 if starts is None or starts.shape[0] == 1 else self.q_len]
         for name in ("attention_mask", "bias"):
             batch, heads, rows, columns = shape = self._shape(name)
             own = [heads * rows * columns * (batch > 1), rows * columns * (heads > 1), columns * (rows > 1)]
@@ -277,24 +271,25 @@ class FlashOperands:
         ids = self.arrays.get("q_segment_ids")
         return None if ids is None else (ids, self.arrays["kv_segment_ids"])
 
-    def key_walks(self) -> tuple[Array, bool, bool]:
-        """For each block of queries its walk over keys; whether any step is unmasked, whether any is masked."""
+    def key_walks(self) -> Walks:
+        """For each block of queries its walk over keys."""
         ranges = visibility.key_ranges(*self._intervals(), self._segments, self.bm, self.kv_len, shifted=False)
         return self._walks(ranges, self.bn)
 
-    def query_walks(self) -> tuple[Array, bool, bool]:
+    def query_walks(self) -> Walks:
         """For each block of keys its walk over queries."""
         ranges = visibility.query_ranges(*self._intervals(), self._segments, self.bn, self.kv_len)
         return self._walks(ranges, self.bm)
 
-    def _walks(self, ranges: visibility.Ranges, step: int) -> tuple[Array, bool, bool]:
+    def _walks(self, ranges: visibility.Ranges, step: int) -> Walks:
         always_masked = "attention_mask" in self.arrays or "bias" in self.arrays
         if always_masked:
             # Wide loads of a mask's or a bias's rows want aligned columns.
             ranges = ranges._replace(begin=ranges.begin // ALIGNED * ALIGNED)
-        return visibility.table(visibility.plan_walk(ranges, step, 1, always_masked), always_masked)
+        table, unmasked, masked = visibility.table(visibility.plan_walk(ranges, step, 1, always_masked), always_masked)
+        return Walks(table, 0 if table.shape[0] == 1 else table.shape[1], unmasked, masked)
 
-    def constants(self, full: bool, partial: bool, **more: bool) -> Any:
+    def constants(self, full: bool, partial: bool, **more: Any) -> Any:
         from ejkernel.kernels._triton.flash_pieces import Constants
 
         a, spec = self.arrays, self.spec
@@ -331,7 +326,7 @@ class FlashOperands:
             keep=1 / (1 - spec.dropout_prob),
             full=full,
             partial=partial,
-            precision="ieee" if self.query.dtype == jnp.float32 else "tf32",
+            precision=product_precision(self.query.dtype, self.device),
             fast_tanh=spec.logits_soft_cap is not None and self.query.dtype != jnp.float32 and on_nvidia(self.device),
             **more,
         )

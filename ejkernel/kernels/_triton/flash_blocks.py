@@ -105,7 +105,35 @@ QUERIES: dict[str, dict[int, Tiles]] = {
         256: ((32, 16), (32, 16), (16, 16), (16, 16)),
     },
 }
+# In float32 on NVIDIA's chips, by padded head dim: forward, a block of keys, a block of queries, which has as many warps and
+# stages as that of keys; for calls with masks known beforehand, and for others. Operands of the tensor cores are held
+# twice, as upper and lower halves.
+FLOAT32: dict[int, tuple[Tiles, Tiles, Tiles]] = {
+    64: (((32, 32, 4, 1), (16, 32, 4, 1)), ((32, 32, 8, 1), (16, 16, 4, 1)), ((32, 32), (16, 16))),
+    128: (((16, 32, 8, 1), (16, 32, 8, 1)), ((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 32), (16, 16))),
+    256: (((16, 16, 8, 1), (16, 16, 8, 1)), ((16, 16, 16, 1), (16, 16, 16, 1)), ((16, 16), (16, 16))),
+}
+# Hopper's tensor cores read operands from shared memory, which leaves registers for larger tiles.
+FLOAT32_ON_HOPPER: dict[int, tuple[Tiles, Tiles, Tiles]] = {
+    **FLOAT32,
+    64: (((128, 64, 8, 2), (16, 32, 4, 1)), ((32, 32, 4, 1), (16, 16, 4, 1)), ((64, 32), (16, 16))),
+}
 # Worth trying on Hopper beside the defaults; some spill a few registers and are fastest all the same.
+FLOAT32_HOPPER_FORWARD = {
+    64: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2)),
+    128: ((128, 32, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    256: ((32, 32, 8, 1),),
+}
+FLOAT32_HOPPER_KEYS = {
+    64: ((32, 32, 4, 1), (32, 64, 4, 2), (16, 64, 8, 1)),
+    128: ((16, 32, 8, 1), (32, 32, 8, 1)),
+    256: ((16, 16, 16, 1),),
+}
+FLOAT32_HOPPER_QUERIES = {
+    64: ((64, 32), (64, 16)),
+    128: ((32, 32), (64, 16)),
+    256: ((16, 32),),
+}
 HOPPER_FORWARD = {
     64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3)),
     128: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
@@ -170,15 +198,19 @@ def _load(shapes: dict[str, Any], spec: Any) -> int:
 
 def default(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
     if shapes["query"].dtype == jnp.float32:
-        return _in_float32(shapes, spec, direction)
+        return _in_float32(shapes, spec, device, direction)
     generation, width, load = _generation(device), widest(shapes), _load(shapes, spec)
     if direction == "forward":
         return _forward_params(FORWARD[generation][width][load])
     return _backward_params(KEYS[generation][width][load], QUERIES[generation][width][load])
 
 
-def _in_float32(shapes: dict[str, Any], spec: Any, direction: str) -> FwdParams | BwdParams:
-    """Full-precision products run outside the tensor cores and keep their operands in registers: small tiles."""
+def _in_float32(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
+    """Products keep their operands in registers: small tiles."""
+    if device.vendor == "nvidia":
+        tables = FLOAT32_ON_HOPPER if _generation(device) == "hopper" else FLOAT32
+        forward, keys, queries = (tiles[min(1, _load(shapes, spec))] for tiles in tables[widest(shapes)])
+        return _forward_params(forward) if direction == "forward" else _backward_params(keys, queries)
     side = 32 if widest(shapes) == 64 and not _load(shapes, spec) else 16
     if direction == "forward":
         return _forward_params((side, side, 8, 1))
@@ -186,12 +218,15 @@ def _in_float32(shapes: dict[str, Any], spec: Any, direction: str) -> FwdParams 
 
 
 def candidates(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
-    if shapes["query"].dtype == jnp.float32 or _generation(device) != "hopper":
+    if _generation(device) != "hopper":
         return []
+    forward, keys, queries = HOPPER_FORWARD, HOPPER_KEYS, HOPPER_QUERIES
+    if shapes["query"].dtype == jnp.float32:
+        forward, keys, queries = FLOAT32_HOPPER_FORWARD, FLOAT32_HOPPER_KEYS, FLOAT32_HOPPER_QUERIES
     width = widest(shapes)
     if direction == "forward":
-        return [_forward_params(tiles) for tiles in HOPPER_FORWARD[width]]
-    return [_backward_params(k, q) for k in HOPPER_KEYS[width] for q in HOPPER_QUERIES[width]]
+        return [_forward_params(tiles) for tiles in forward[width]]
+    return [_backward_params(k, q) for k in keys[width] for q in queries[width]]
 
 
 def _forward_params(tiles: tuple[int, ...]) -> FwdParams:

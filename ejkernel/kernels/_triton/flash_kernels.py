@@ -3,8 +3,10 @@
 Tiles of logits are ``[queries, keys]`` in every kernel but ``backward_keys``, where they are transposed.
 
 A *walk* is planned for each block by ``visibility.py``: the first position, then how many masked, unmasked and masked
-steps follow each other. Unmasked steps test nothing. A *step* takes one block of the other side. What steps share is
-passed in tuples: ``geometry`` (both lengths, and what turns a row into the first key it sees and the first it does not),
+steps follow each other. Unmasked steps test nothing. A *step* takes one block of the other side. For block-sparse
+attention a list takes the place of a walk: first the blocks that need no mask, then the others. What steps share is
+passed in tuples: ``geometry`` (both lengths, what turns a row into the first key it sees and the first it does not, and
+where rows and keys end that belong to the tile),
 ``row_state`` (a block of queries: where it begins, positions, intervals and their hull, segments, dropout's keys), ``tiles``
 (mask and bias of a head), ``keys``, ``queries``.
 """
@@ -16,6 +18,8 @@ from ejkernel.kernels._triton.flash_pieces import (
     LN2,
     LOG2E,
     array_of,
+    block_end,
+    entry_at,
     hidden_as_zero,
     ids_at,
     interval,
@@ -29,7 +33,10 @@ from ejkernel.kernels._triton.flash_pieces import (
     query_side,
     row_keys,
     shaped,
+    step_at,
     store_rows,
+    tile_at,
+    walk_of,
 )
 
 
@@ -41,6 +48,9 @@ def forward_step(
     k, v, kv_ids, batch = keys
     first_row, rows, start, stop, least, most, q_id, row_key = row_state
     cols = first + tl.arange(0, C.bn)
+    if C.cut_columns:
+        most = tl.minimum(most, block_end(first, C.kv_size))
+        stop = tl.minimum(stop, most)
     keep = (cols >= least) & (cols < most) if MASKED else cols
     k_tile = load_rows(k, first, keep, C.k_heads * C.dim, C.bn, C.dim, C.bd, MASKED)
     if MASKED:
@@ -79,8 +89,8 @@ def forward(
     block = blocks - 1 - program % blocks
     head = (program // blocks) % C.heads
     batch = (program // blocks // C.heads).to(tl.int64)
-    geometry = (q_len, kv_len, lo, hi)
-    q_first = block * C.bm
+    q_first, q_end = tile_at(block, q_len, C.q_size, C.bm)
+    geometry = (q_len, kv_len, lo, hi, q_end, kv_len)
     rows = q_first + tl.arange(0, C.bm)
     start, stop = interval((starts, stops, packed_batch), batch, rows, geometry, C)
     q += batch * q_len * (C.heads * C.dim) + head * C.dim
@@ -101,30 +111,49 @@ def forward(
         top = tl.full([C.bm], float("-inf"), tl.float32)
         total = tl.full([C.bm], 0.0, tl.float32)
     acc = tl.full([C.bm, C.bv], 0.0, tl.float32)
-    begin, before, full, after = load_walk(walks, batch * walk_batch + block, C)
+    walk = walk_of(block, q_first, head, q_len, C.q_size, C)
+    begin, before, full, after = load_walk(walks, batch * walk_batch + walk, C)
     if C.full:
+        entry = entry_at(walks, begin, before, C.kv_size, C.bn)
         for t in tl.range(before, before + full):
-            first = begin + t * C.bn
+            first = step_at(begin, entry, t, C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + 1, C.kv_size, C.bn)
             top, total, acc = forward_step(top, total, acc, q_tile, first, keys, row_state, tiles, geometry, C, False)
     if C.partial:
+        entry = entry_at(walks, begin, full, C.kv_size, C.bn)
         for t in tl.range(0, before + after):
-            first = begin + tl.where(t < before, t, t + full) * C.bn
+            first = step_at(begin, entry, tl.where(t < before, t, t + full), C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + full + 1, C.kv_size, C.bn)
             top, total, acc = forward_step(top, total, acc, q_tile, first, keys, row_state, tiles, geometry, C, True)
     nothing = total == 0
     acc = acc * tl.where(nothing, 0.0, C.keep / tl.where(nothing, 1.0, total))[:, None]
     row_lse = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2)
     out += batch * q_len * (C.heads * C.value_dim) + head * C.value_dim
-    store_rows(out, q_first, acc, rows < q_len, C.heads * C.value_dim, C.bm, C.value_dim, C.bv)
-    tl.store(lse + (batch * C.heads + head) * q_len + rows, row_lse, mask=rows < q_len)
+    store_rows(out, q_first, acc, rows < q_end, C.heads * C.value_dim, C.bm, C.value_dim, C.bv)
+    tl.store(lse + (batch * C.heads + head) * q_len + rows, row_lse, mask=rows < q_end)
 
 
 @triton.jit
 def head_and_step(k_head, t, steps, C: tl.constexpr):
-    """The query head and its step of a loop over all that share a key head."""
+    """The query head and its step of a loop over all that share a key head; of lists of their own, the first of the heads."""
     if C.group == 1:
         return k_head, t
+    elif C.own_lists:
+        return k_head * C.group, t
     else:
         return k_head * C.group + t // steps, t % steps
+
+
+@triton.jit
+def head_and_block(head, entry, q_len, C: tl.constexpr):
+    """What an entry says: the query head and the block of queries. Lists of their own count through the heads of a group."""
+    if C.own_lists:
+        blocks = tl.cdiv(q_len, C.q_size)
+        return head + entry // blocks, entry % blocks
+    else:
+        return head, entry
 
 
 @triton.jit
@@ -152,7 +181,9 @@ def keys_step(dk, dv, first, k_tile, v_tile, columns, queries, tiles, geometry, 
     first_col, kv_id = columns
     q, do, lse, slope, q_ids, seeds, packing, batch, head = queries
     rows, cols = first + tl.arange(0, C.bm), first_col + tl.arange(0, C.bn)
-    q_len = geometry[0]
+    q_len, kv_len, lo, hi, _, kv_end = geometry
+    if C.cut_rows:
+        geometry = (q_len, kv_len, lo, hi, tl.minimum(block_end(first, C.q_size), q_len), kv_end)
     if MASKED:
         start, stop = interval(packing, batch, rows, geometry, C)
         # A row that sees nothing may hold NaN.
@@ -206,16 +237,17 @@ def backward_keys(
     block = program % blocks
     k_head = (program // blocks) % C.k_heads
     batch = (program // blocks // C.k_heads).to(tl.int64)
-    geometry = (q_len, kv_len, lo, hi)
-    k_first = block * C.bn
+    k_first, kv_end = tile_at(block, kv_len, C.kv_size, C.bn)
+    geometry = (q_len, kv_len, lo, hi, q_len, kv_end)
     cols = k_first + tl.arange(0, C.bn)
-    in_k = cols < kv_len
+    in_k = cols < kv_end
     k_base = batch * kv_len * (C.k_heads * C.dim) + k_head * C.dim
     v_base = batch * kv_len * (C.k_heads * C.value_dim) + k_head * C.value_dim
     k_tile = load_rows(k + k_base, k_first, in_k, C.k_heads * C.dim, C.bn, C.dim, C.bd, True)
     v_tile = load_rows(v + v_base, k_first, in_k, C.k_heads * C.value_dim, C.bn, C.value_dim, C.bv, True)
     columns = (k_first, ids_at(kv_ids, batch, cols, kv_len, C))
-    begin, before, full, after = load_walk(walks, batch * walk_batch + block, C)
+    walk = walk_of(block, k_first, k_head, kv_len, C.kv_size, C)
+    begin, before, full, after = load_walk(walks, batch * walk_batch + walk, C)
     # A gradient that is not wanted takes a tile of the smallest size along.
     dk_acc = tl.full([C.bn, C.bd] if C.dk else [16, 16], 0.0, tl.float32)
     dv_acc = tl.full([C.bn, C.bv] if C.dv else [16, 16], 0.0, tl.float32)
@@ -223,18 +255,26 @@ def backward_keys(
     mask_of, bias_of = (mask, mask_batch, mask_head, mask_row), (bias, bias_batch, bias_head, bias_row)
     # One loop over the heads of a group and the steps of each, so that loads are under way across heads.
     if C.full:
-        for t in tl.range(0, C.group * full):
+        entry = entry_at(walks, begin, before, C.q_size, C.bm)
+        for t in tl.range(0, C.rounds * full):
             head, step = head_and_step(k_head, t, full, C)
+            head, listed = head_and_block(head, entry, q_len, C)
             queries, tiles = queries_of(refs, mask_of, bias_of, head, q_len, C)
-            first = begin + (before + step) * C.bm
+            first = step_at(begin, listed, before + step, C.q_size, C.bm)
+            if C.q_size > 0:
+                entry = entry_at(walks, begin, head_and_step(k_head, t + 1, full, C)[1], C.q_size, C.bm)
             dk_acc, dv_acc = keys_step(
                 dk_acc, dv_acc, first, k_tile, v_tile, columns, queries, tiles, geometry, C, False
             )
     if C.partial:
-        for t in tl.range(0, C.group * (before + after)):
+        entry = entry_at(walks, begin, full, C.q_size, C.bm)
+        for t in tl.range(0, C.rounds * (before + after)):
             head, step = head_and_step(k_head, t, before + after, C)
+            head, listed = head_and_block(head, entry, q_len, C)
             queries, tiles = queries_of(refs, mask_of, bias_of, head, q_len, C)
-            first = begin + tl.where(step < before, step, step + full) * C.bm
+            first = step_at(begin, listed, tl.where(step < before, step, step + full), C.q_size, C.bm)
+            if C.q_size > 0:
+                entry = entry_at(walks, begin, full + head_and_step(k_head, t + 1, after, C)[1], C.q_size, C.bm)
             dk_acc, dv_acc = keys_step(
                 dk_acc, dv_acc, first, k_tile, v_tile, columns, queries, tiles, geometry, C, True
             )
@@ -252,6 +292,8 @@ def logit_gradient(
     q_tile, do_tile, row_lse, row_slope = q_side
     first_row, rows, start, stop, _, _, q_id, row_key = row_state
     cols = first + tl.arange(0, C.bn)
+    if C.cut_columns:
+        stop = tl.minimum(stop, block_end(first, C.kv_size))
     if MASKED:
         said = load_tiles(tiles, rows[:, None], cols[None, :], first_row, first, geometry, C)
     s, cap_slope = shaped(tl.dot(q_tile, tl.trans(k_tile), input_precision=C.precision), C)
@@ -276,7 +318,10 @@ def queries_step(dq, q_side, first, keys, row_state, tiles, geometry, C: tl.cons
     """One block of keys: the gradient of a block of queries after it."""
     k, v, kv_ids, batch = keys
     cols = first + tl.arange(0, C.bn)
-    keep = (cols >= row_state[4]) & (cols < row_state[5]) if MASKED else cols
+    least, most = row_state[4], row_state[5]
+    if C.cut_columns:
+        most = tl.minimum(most, block_end(first, C.kv_size))
+    keep = (cols >= least) & (cols < most) if MASKED else cols
     k_tile = load_rows(k, first, keep, C.k_heads * C.dim, C.bn, C.dim, C.bd, MASKED)
     v_tile = load_rows(v, first, keep, C.k_heads * C.value_dim, C.bn, C.value_dim, C.bv, MASKED)
     ds, cap_slope, seen = logit_gradient(
@@ -302,10 +347,10 @@ def backward_queries(
     block = blocks - 1 - program % blocks
     head = (program // blocks) % C.heads
     batch = (program // blocks // C.heads).to(tl.int64)
-    geometry = (q_len, kv_len, lo, hi)
-    q_first = block * C.bm
+    q_first, q_end = tile_at(block, q_len, C.q_size, C.bm)
+    geometry = (q_len, kv_len, lo, hi, q_end, kv_len)
     rows = q_first + tl.arange(0, C.bm)
-    in_q = rows < q_len
+    in_q = rows < q_end
     start, stop = interval((starts, stops, packed_batch), batch, rows, geometry, C)
     q_base = batch * q_len * (C.heads * C.dim) + head * C.dim
     q_side = query_side(q, do, lse, slope, batch, head, q_first, rows, q_len, C)
@@ -318,14 +363,22 @@ def backward_queries(
         array_of(mask, mask_batch, mask_head, mask_row, batch, head, C.mask_unit),
         array_of(bias, bias_batch, bias_head, bias_row, batch, head, C.bias_unit),
     )
-    begin, before, full, after = load_walk(walks, batch * walk_batch + block, C)
+    walk = walk_of(block, q_first, head, q_len, C.q_size, C)
+    begin, before, full, after = load_walk(walks, batch * walk_batch + walk, C)
     acc = tl.full([C.bm, C.bd], 0.0, tl.float32)
     if C.full:
+        entry = entry_at(walks, begin, before, C.kv_size, C.bn)
         for t in tl.range(before, before + full):
-            acc = queries_step(acc, q_side, begin + t * C.bn, keys, row_state, tiles, geometry, C, False)
+            first = step_at(begin, entry, t, C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + 1, C.kv_size, C.bn)
+            acc = queries_step(acc, q_side, first, keys, row_state, tiles, geometry, C, False)
     if C.partial:
+        entry = entry_at(walks, begin, full, C.kv_size, C.bn)
         for t in tl.range(0, before + after):
-            first = begin + tl.where(t < before, t, t + full) * C.bn
+            first = step_at(begin, entry, tl.where(t < before, t, t + full), C.kv_size, C.bn)
+            if C.kv_size > 0:
+                entry = entry_at(walks, begin, t + full + 1, C.kv_size, C.bn)
             acc = queries_step(acc, q_side, first, keys, row_state, tiles, geometry, C, True)
     store_rows(dq + q_base, q_first, acc * C.scale, in_q, C.heads * C.dim, C.bm, C.dim, C.bd)
 
@@ -349,7 +402,7 @@ def backward_bias(
     bias_heads = C.heads // heads_each
     head_place = (program // k_blocks // q_blocks) % bias_heads
     batch_place = program // k_blocks // q_blocks // bias_heads
-    geometry = (q_len, kv_len, lo, hi)
+    geometry = (q_len, kv_len, lo, hi, q_len, kv_len)
     total = tl.full([C.bm, C.bn], 0.0, tl.float32)
     for step in range(batches_each * heads_each * q_each * k_each):
         first = (k_place * k_each + step % k_each) * C.bn

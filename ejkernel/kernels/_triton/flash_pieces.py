@@ -27,7 +27,8 @@ class Constants:
     whether an array has that dimension or is shared along it; strides of mask and bias come in units of ``mask_unit`` and
     ``bias_unit``, so that the compiler knows of rows that are aligned. ``full`` and ``partial`` tell whether any step is unmasked or
     masked, ``threshold`` is dropout's smallest hash kept (0: no dropout) and ``keep`` the factor of what it keeps. ``dk`` and
-    ``dv`` tell ``backward_keys`` which of its two gradients to compute.
+    ``dv`` tell ``backward_keys`` which of its two gradients to compute. ``q_size`` and ``kv_size`` are the sides of a mask's
+    blocks where lists of these take the place of walks, else 0; ``own_lists``: each query head has lists of its own.
     """
 
     heads: int
@@ -62,10 +63,28 @@ class Constants:
     fast_tanh: bool = False
     dk: bool = True
     dv: bool = True
+    q_size: int = 0
+    kv_size: int = 0
+    own_lists: bool = False
 
     @property
     def k_heads(self) -> int:
         return self.heads // self.group
+
+    @property
+    def rounds(self) -> int:
+        """How often a block of keys goes through its steps: a list of its own names the heads of a group itself."""
+        return 1 if self.own_lists else self.group
+
+    @property
+    def cut_rows(self) -> bool:
+        """Whether a mask's blocks of queries end within a tile."""
+        return self.q_size % self.bm != 0
+
+    @property
+    def cut_columns(self) -> bool:
+        """Whether a mask's blocks of keys end within a tile."""
+        return self.kv_size % self.bn != 0
 
     @property
     def hide_columns(self) -> bool:
@@ -77,7 +96,7 @@ class Constants:
     @property
     def hide_rows(self) -> bool:
         """Whether rows that see nothing are told only by looking: without sinks their log-sum-exp does."""
-        return self.sinks and (self.packed or self.segments or self.mask or self.bias)
+        return self.sinks and (self.packed or self.segments or self.mask or self.bias or self.q_size > 0)
 
 
 @triton.jit
@@ -109,8 +128,8 @@ def kept(row_key, cols, C: tl.constexpr):
 @triton.jit
 def interval(packing, batch, rows, geometry, C: tl.constexpr):
     """The keys ``[start, stop)`` that each row may see; none for rows past the end."""
-    q_len, kv_len, lo, hi = geometry
-    inside = rows < q_len
+    _, kv_len, lo, hi, q_end, _ = geometry
+    inside = rows < q_end
     if C.packed:
         starts, stops, per_batch = packing
         at = batch * per_batch + rows
@@ -168,7 +187,7 @@ def shaped(s, C: tl.constexpr):
 def tile_of(array, rows, cols, first_row, first_col, geometry, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr):
     """A tile of a mask or a bias, 0 outside; of size 1 along a dimension that is shared."""
     base, row_stride = array
-    q_len, kv_len, _, _ = geometry
+    q_len, kv_len, _, _, _, _ = geometry
     if HAS_ROWS:
         base += first_row.to(tl.int64) * row_stride
     if HAS_COLUMNS:
@@ -210,9 +229,9 @@ def masked(s, rows, cols, interval, ids, said, geometry, C: tl.constexpr, BY_POS
     start, stop = interval
     q_id, kv_id = ids
     allowed, added = said
-    q_len, kv_len, lo, hi = geometry
+    _, _, lo, hi, q_end, kv_end = geometry
     if BY_POSITION and not C.packed:
-        seen = (rows < q_len) & (cols < kv_len)
+        seen = (rows < q_end) & (cols < kv_end)
         if C.left:
             seen = seen & (cols - rows >= lo)
         if C.right:
@@ -233,8 +252,60 @@ def masked(s, rows, cols, interval, ids, said, geometry, C: tl.constexpr, BY_POS
 
 
 @triton.jit
+def tile_at(tile, length, SIZE: tl.constexpr, SIDE: tl.constexpr):
+    """Where a tile begins and where it ends at the latest; tiles never reach from one block of a mask into the next."""
+    if SIZE == 0:
+        return tile * SIDE, length
+    elif SIZE % SIDE == 0:
+        return tile * SIDE, length
+    else:
+        parts: tl.constexpr = (SIZE + SIDE - 1) // SIDE
+        first = tile // parts * SIZE + tile % parts * SIDE
+        return first, tl.minimum(block_end(first, SIZE), length)
+
+
+@triton.jit
+def block_end(first, SIZE: tl.constexpr):
+    """Where the mask's block ends that a position lies in."""
+    return first // SIZE * SIZE + SIZE
+
+
+@triton.jit
+def walk_of(tile, first, head, length, SIZE: tl.constexpr, C: tl.constexpr):
+    """Which of a batch entry's walks is a tile's: its own, or the list of its block."""
+    if SIZE == 0:
+        return tile
+    elif C.own_lists:
+        return head * tl.cdiv(length, SIZE) + first // SIZE
+    else:
+        return first // SIZE
+
+
+@triton.jit
+def entry_at(walks, begin, step, SIZE: tl.constexpr, SIDE: tl.constexpr):
+    """What a list names for a step; without lists nothing is read.
+
+    Loops load it a step ahead. Where the address of a tile came from a load of the same step, the compiler would wait for
+    all copies that are under way.
+    """
+    if SIZE == 0:
+        return begin
+    else:
+        return tl.load(walks + begin + step // ((SIZE + SIDE - 1) // SIDE))
+
+
+@triton.jit
+def step_at(begin, entry, step, SIZE: tl.constexpr, SIDE: tl.constexpr):
+    """Where a step begins: so far into a walk, or in the block that a list names."""
+    if SIZE == 0:
+        return begin + step * SIDE
+    else:
+        return entry * SIZE + step % ((SIZE + SIDE - 1) // SIDE) * SIDE
+
+
+@triton.jit
 def load_walk(walks, index, C: tl.constexpr):
-    """The first position, and the masked, unmasked and masked steps from there."""
+    """The first position, and the masked, unmasked and masked steps from there; of a list: where it lies in ``walks``."""
     walk = walks + index * 4
     begin = tl.load(walk)
     if C.mask or C.bias:

@@ -342,6 +342,7 @@ kernel_registry.register(
             "value_dim",
             "cross",
             "head_masks",
+            "uneven_blocks",
             "lse",
         },
         gradients={"query", "key", "value", "softmax_aux"},

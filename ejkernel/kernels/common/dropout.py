@@ -21,6 +21,7 @@ BATCH_STRIDE = 0x9E3779B1
 HEAD_STRIDE = 0x85EBCA77
 ROW_STRIDE = 0xC2B2AE3D
 COLUMN_STRIDE = 0x27D4EB2F
+MULTIPLIERS = 0x7FEB352D, 0x846CA68B
 
 
 def mix(x: Array) -> Array:
@@ -35,9 +36,9 @@ def fold(x: Array) -> Array:
 
 def finish(x: Array) -> Array:
     """Two rounds of multiplication."""
-    x = x * jnp.uint32(0x7FEB352D)
+    x = x * jnp.uint32(MULTIPLIERS[0])
     x = x ^ (x >> 15)
-    return x * jnp.uint32(0x846CA68B)
+    return x * jnp.uint32(MULTIPLIERS[1])
 
 
 def batch_keys(seed: Array, batch: int) -> Array:

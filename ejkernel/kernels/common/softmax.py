@@ -27,11 +27,13 @@ def softmax_slope(out: Array, dout: Array, dlse: Array, row_sum: Callable[[Array
     return row_sum(out.astype(acc) * dout.astype(acc)) - dlse
 
 
-def softmax_residuals(arrays: dict[str, Array], out: Array, lse: Array, dout: Array, dlse: Array):
+def softmax_residuals(
+    arrays: dict[str, Array], out: Array, lse: Array, dout: Array, dlse: Array, *, rows_may_see_nothing: bool = False
+):
     """What a GPU kernel's backward needs of each row: its cotangent, finite lse and slope; and the arrays.
 
-    A row that sees nothing has no gradient, whatever its cotangents are. Where data decides which rows those are, they
-    are zeros in what is returned: they may hold NaN, and kernels sum over rows.
+    A row that sees nothing has no gradient, whatever its cotangents are. Where data decides which rows those are, be it of
+    these arrays or of others, they are zeros in what is returned: they may hold NaN, and kernels sum over rows.
     """
 
     def row_sum(products):
@@ -40,7 +42,7 @@ def softmax_residuals(arrays: dict[str, Array], out: Array, lse: Array, dout: Ar
 
     unseeing = lse == -jnp.inf
     slope = softmax_slope(out, dout, dlse, row_sum)
-    if "softmax_aux" not in arrays and visibility.BY_DATA & arrays.keys():
+    if "softmax_aux" not in arrays and (rows_may_see_nothing or visibility.BY_DATA & arrays.keys()):
         rows = unseeing.swapaxes(1, 2)[..., None]
         arrays = {**arrays, "query": jnp.where(rows, 0, arrays["query"])}
         dout = jnp.where(rows, 0, dout)

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -15,7 +15,7 @@ from ejkernel.callib.integers import power_of_two
 from ejkernel.contracts.call import Call
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
-from ejkernel.contracts.registry import Implementation, kernel_registry
+from ejkernel.contracts.registry import Choice, Implementation, kernel_registry
 from ejkernel.ops.config import store
 from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.utils.fingerprint import stable_json
@@ -160,6 +160,13 @@ def effective(
 ) -> FwdParams | BwdParams:
     """The parameters that a kernel will use if it is given these."""
     return entry.effective(call.shapes, call.spec, params, device, direction)
+
+
+def for_part(call: Call, chosen: Choice, direction: str) -> Choice:
+    """A choice that was made for whole arrays, for one device's part of them, which are the call's."""
+    device, entry = replace(chosen.device, shared_by=1), chosen.implementation
+    params = heuristic(call, device, entry, direction) if chosen.source == "heuristic" else chosen.params
+    return replace(chosen, params=effective(call, device, entry, direction, params), device=device)
 
 
 def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> Record | None:

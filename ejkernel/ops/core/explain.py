@@ -10,7 +10,7 @@ from ejkernel.contracts import device as devices
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.config.context import surroundings
-from ejkernel.ops.core import select
+from ejkernel.ops.core import partition, select
 from ejkernel.ops.core.checks import is_concrete
 
 
@@ -44,7 +44,13 @@ def explain(
         device = surroundings().target or (next(iter(first.devices())) if is_concrete(first) else None)
     info = devices.describe(device)
     wanted = _wanted(found, arguments, gradients)
-    return select.decide_both(call, info, pins, wanted) if wanted else select.decide(call, info, pins)
+    explanation = select.decide_both(call, info, pins, wanted) if wanted else select.decide(call, info, pins)
+    chosen = explanation.chosen
+    if chosen is None or chosen.implementation.whole or not call.shapes:
+        return explanation
+    if not partition.applies(found, chosen, call.shapes, "forward"):
+        return explanation
+    return explanation.noting(partition.gathered(found, arguments, call))
 
 
 def _bound(operation: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -122,6 +122,21 @@ class Operation:
         """The gradients by name, from the forward's pair and its cotangents."""
         return chosen.backward(wanted, arrays, spec, *rest)
 
+    def axes(self, arrays: dict[str, Any], spec: Any) -> tuple[dict[str, Any], tuple]:
+        """The axes of prepared arrays, by name, and of a kernel's pair, along which a mesh may cut them; see ``partition``.
+
+        Arrays that are not named can be cut along their batch, ``"b"``.
+        """
+        return {}, ("b", "b")
+
+    def left_to_the_compiler(self, arrays: dict[str, Any], direction: str) -> bool:
+        """Whether it partitions the XLA kernel along these axes by itself, without gathering arrays."""
+        return True
+
+    def localise(self, arrays: dict[str, Any], spec: Any, index: Callable[[str], Any]) -> dict[str, Any]:
+        """A device's part of the arrays, where what they hold depends on which part it is; ``index``: which, by letter."""
+        return arrays
+
     def folds(self, names: frozenset[str]) -> bool:
         """Whether a vmap folds into the batch axis when these arrays are vmapped, or have gradients; else it is a loop."""
         return True

@@ -18,7 +18,8 @@ from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.registry import Choice
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels.common.varying import vary_over, varying_axes
-from ejkernel.ops.core import select
+from ejkernel.ops.config import chain
+from ejkernel.ops.core import partition, select
 
 if TYPE_CHECKING:
     from ejkernel.ops.core.operation import Operation
@@ -169,10 +170,12 @@ def _materialised(cotangent: Any, primal: Array | None = None) -> Array:
 def _forward(decision: Decision, chosen: Choice, arrays: dict[str, Any]) -> tuple:
     operation = decision.operation
 
+    def run(chosen, arrays):
+        return operation.run_forward(chosen, arrays, decision.call.spec)
+
     @custom_vmap
     def forward(arrays):
-        with usual_promotion():
-            return operation.run_forward(chosen, arrays, decision.call.spec)
+        return _partitioned(decision, chosen, None, run, arrays)
 
     @forward.def_vmap
     def vmapped(axis_size, batched, arrays):
@@ -193,11 +196,8 @@ def _backward(decision: Decision, back: _Backward, arrays: dict[str, Any], rest:
     """The wanted gradients, from the arrays and ``rest``: the forward's pair and its cotangents."""
     operation, implementation = decision.operation, back.chosen.implementation
 
-    @custom_vmap
-    def backward(everything):
-        arrays, rest = everything["arrays"], everything["rest"]
-        with usual_promotion():
-            grads = operation.run_backward(back.chosen, back.wanted, arrays, decision.call.spec, *rest)
+    def run(chosen, arrays, *rest):
+        grads = operation.run_backward(chosen, back.wanted, arrays, decision.call.spec, *rest)
         missing = back.wanted - grads.keys()
         if missing:
             raise UnsupportedError(
@@ -205,6 +205,10 @@ def _backward(decision: Decision, back: _Backward, arrays: dict[str, Any], rest:
                 f"{', '.join(sorted(missing))} in its Support, but its backward returned none."
             )
         return {name: grads[name] for name in back.wanted}
+
+    @custom_vmap
+    def backward(everything):
+        return _partitioned(decision, back.chosen, back.wanted, run, everything["arrays"], *everything["rest"])
 
     @backward.def_vmap
     def vmapped(axis_size, batched, everything):
@@ -233,6 +237,35 @@ def _backward(decision: Decision, back: _Backward, arrays: dict[str, Any], rest:
         return grads, jax.tree.map(lambda _: True, grads)
 
     return backward({"arrays": arrays, "rest": rest})
+
+
+def _partitioned(
+    decision: Decision, chosen: Choice, wanted: frozenset[str] | None, run: Callable, arrays: dict[str, Any], *rest: Any
+) -> Any:
+    """``run(chosen, arrays, *rest)``, by each device on its own part where a mesh spreads arrays; ``wanted``: in a backward."""
+    operation, call = decision.operation, decision.call
+    direction = "forward" if wanted is None else "backward"
+    if not partition.applies(operation, chosen, arrays, direction):
+        with usual_promotion():
+            return run(chosen, arrays, *rest)
+    named, pair = operation.axes(arrays, call.spec)
+    named = {name: named.get(name, "b") for name in arrays}
+    names = (named, *pair, *pair) if rest else (named,)
+    # The compiler may come for a device's part when the caller's settings no longer hold.
+    precision = jax.config.jax_default_matmul_precision
+
+    def whole(everything):
+        with usual_promotion():
+            return run(chosen, *everything)
+
+    def part(everything, index):
+        with usual_promotion(), jax.default_matmul_precision(precision):
+            arrays = operation.localise(everything[0], call.spec, index)
+            own = replace(call, shapes=operation.shapes(arrays, call.spec))
+            return run(chain.for_part(own, chosen, direction), arrays, *everything[1:])
+
+    results = pair if wanted is None else {name: named[name] for name in wanted}
+    return partition.partitioned(whole, part, (arrays, *rest), names, results)
 
 
 def _per_example(axis_size: int, grad: Array, batch: int) -> Array:

@@ -89,6 +89,11 @@ class Explanation:
             cause = f"{asked} cannot run this call"
         raise UnsupportedError(f"{self.call.operation}: {cause}.\n{self}")
 
+    def noting(self, notes: tuple[str, ...]) -> Explanation:
+        """With more to say of what is chosen."""
+        candidates = (replace(c, reasons=(*c.reasons, *notes)) if c.verdict == "chosen" else c for c in self.candidates)
+        return replace(self, candidates=tuple(candidates))
+
     def __str__(self) -> str:
         rows = [
             (c.platform.value, c.backend.value, c.verdict, "; ".join(c.reasons))

@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def register(
-    algorithm: str, *, widest: int, features: Iterable[str], gradients: Iterable[str] = ()
+    algorithm: str, *, step: int, widest: int, features: Iterable[str], gradients: Iterable[str] = ()
 ) -> Callable[[T], T]:
-    """Decorate an implementation; ``widest``: its largest head dim."""
+    """Decorate an implementation; ``step``, ``widest``: its head dims are multiples of one, up to the other."""
     return kernel_registry.register(
         algorithm,
         Platform.PALLAS,
@@ -29,7 +29,7 @@ def register(
             # The instructions that it is made of (wgmma) are Hopper's alone.
             devices=cuda(90, 90),
             dtypes=HALF,
-            head_dims=multiple_of(32, at_most=widest),
+            head_dims=multiple_of(step, at_most=widest),
             features=frozenset(features),
             gradients=frozenset(gradients),
             check=refusal,

@@ -48,13 +48,17 @@ class PallasFlashAttention:
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Tiles where nothing was tuned."""
         dims = _head_dims(shapes)
-        return backward_effective(*dims) if direction == "backward" else forward_defaults(*dims)
+        if direction == "backward":
+            return backward_effective(*dims)
+        return forward_defaults(*dims, of_pairs=_of_pairs(shapes))
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams] | list[BwdParams]:
         """Tiles worth timing."""
         dims = _head_dims(shapes)
-        return [backward_effective(*dims)] if direction == "backward" else forward_space(*dims)
+        if direction == "backward":
+            return [backward_effective(*dims)]
+        return forward_space(*dims, of_pairs=_of_pairs(shapes))
 
     @staticmethod
     def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
@@ -67,9 +71,18 @@ def _head_dims(shapes: dict[str, Any]) -> tuple[int, int]:
     return shapes["query"].shape[3], shapes["value"].shape[3]
 
 
+def _of_pairs(shapes: dict[str, Any]) -> bool:
+    """Whether every pair has a bias, or a chance, of its own."""
+    return "dropout_key" in shapes or ("bias" in shapes and min(shapes["bias"].shape[2:]) > 1)
+
+
 register(
     "flash_attention",
+    step=8,
     widest=256,
-    features={"causal", "window", "soft_cap", "segments", "varlen", "sinks", "gqa", "value_dim", "cross", "lse"},
-    gradients={"query", "key", "value", "softmax_aux"},
+    features={
+        *("causal", "window", "soft_cap", "bias", "mask", "segments", "varlen", "sinks", "dropout"),
+        *("gqa", "value_dim", "cross", "lse"),
+    },
+    gradients={"query", "key", "value", "bias", "softmax_aux"},
 )(PallasFlashAttention)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -34,7 +35,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import (
     blocks_per_round,
     heads_together,
     started,
-    started_before,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import (
     BackwardConfig,
@@ -43,6 +43,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import (
     Shared,
     shared_memory,
 )
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import by_tiles
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import modulo
 from ejkernel.kernels.common.varying import vary_as, varying_axes
@@ -62,6 +63,7 @@ def call(
     visitors,
     optional: dict[str, Any],
     *,
+    context_type: type[Context] = Context,
     interpret: Any = False,
 ):
     """``dQ`` in float32, without the scale, ``dK`` and ``dV``.
@@ -85,11 +87,14 @@ def call(
     def entry(*refs):
         of_masks = dict(zip(names, refs[count:inputs], strict=True))
         dq, dk, dv, *shared = refs[inputs:]
-        _cta(c, Inputs(*refs[:count]), of_masks, dq, dk, dv, Shared(*shared))
+        _cta(c, Inputs(*refs[:count]), of_masks, dq, dk, dv, Shared(*shared), context_type)
 
     slices = batch * kv_heads * c.parts
     together = heads_together(c, slices, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
-    dq_shape = (batch, q_len, heads, c.dim)
+    dq_shape = (batch, q_len, heads, c.squares * ROWS)
+    tensors = query, key, value, dout
+    if c.panel and not c.interpreted:
+        tensors = tuple(map(by_tiles, tensors))
 
     def of_keys(like):
         if c.parts == 1:
@@ -101,8 +106,8 @@ def call(
         entry,
         out_type=(
             jax.ShapeDtypeStruct((blocks, *dq_shape) if c.interpreted else dq_shape, jnp.float32),
-            of_keys(key),
-            of_keys(value),
+            of_keys(tensors[1]),
+            of_keys(tensors[2]),
         ),
         scratch_types=list(shared_memory(c, query.dtype)),
         # The last is the fastest: blocks of keys start in order, each after all that it may wait for.
@@ -115,10 +120,15 @@ def call(
         ),
         **({"interpret": interpret} if interpret else {}),
     )
-    return vary_as(run(query, key, value, dout, rows, table, visitors, *optional.values()), query)
+    dq, dk, dv = vary_as(run(*tensors, rows, table, visitors, *optional.values()), query)
+    if c.panel:
+        dk, dv = dk.reshape(key.shape), dv.reshape(value.shape)
+    return dq, dk, dv
 
 
-def _cta(c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv, shared: Shared):
+def _cta(
+    c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv, shared: Shared, context_type: type[Context]
+):
     """The roles of one CTA."""
     nth, blocks = lax.axis_index("block"), inputs.table.shape[1]
     block = started(nth, c.round, blocks)
@@ -126,12 +136,12 @@ def _cta(c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv
     part = None
     if c.parts > 1:
         head, part = lax.div(head, jnp.int32(c.parts)), lax.rem(head, jnp.int32(c.parts))
-    kv_heads = inputs.k.shape[2]
+    kv_heads = inputs.k.shape[-2]
     batch, kv_head = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
     warpgroup = lax.axis_index("warpgroup")
     key0 = block * (c.consumers * ROWS)
     counters = None if c.interpreted else pl.get_global(plgpu.SemaphoreType.REGULAR(_counters(c, inputs.q)))
-    ctx = Context(c, inputs, optional, dq, dk, dv, shared, counters, nth, block, batch, kv_head, part, key0)
+    ctx = context_type(c, inputs, optional, dq, dk, dv, shared, counters, nth, block, batch, kv_head, part, key0)
 
     services = [functools.partial(_produce, ctx), *(functools.partial(_write, ctx, i) for i in range(c.writers))]
     if c.warps:
@@ -161,8 +171,8 @@ def _cta(c: BackwardConfig, inputs: Inputs, optional: dict[str, Any], dq, dk, dv
 
 
 def _counters(c: BackwardConfig, q_ref) -> tuple[int, int, int]:
-    batch, q_len, heads, _ = q_ref.shape
-    return batch, heads, -(-q_len // c.step)
+    batch, *rows, heads, _ = q_ref.shape
+    return batch, heads, -(-math.prod(rows) // c.step)
 
 
 def _produce(ctx: Context):
@@ -170,8 +180,15 @@ def _produce(ctx: Context):
     c, inputs, shared = ctx.c, ctx.inputs, ctx.shared
     begin, _, _, steps = ctx.loop()
     total = steps * c.group
-    for r in range(c.consumers):
-        keys = (ctx.batch, pl.ds(ctx.key0 + r * ROWS, ROWS), ctx.kv_head)
+    for r in range(c.consumers if c.panel else 0):
+        squares = [(shared.k, (r, h), h * ROWS) for h in range(c.squares)]
+        tail = [(shared.k_tail, r, ROWS)] if shared.k_tail is not None else []
+        values = (shared.v, r, 0), (shared.v_tail, r, ROWS)
+        for array, targets in ((inputs.k, squares + tail), (inputs.v, values)):
+            for pair in ctx.panel_copies(array, ctx.key_row(r), ROWS, ctx.kv_head, *targets):
+                plgpu.copy_gmem_to_smem(*pair, shared.kv_ready)
+    for r in range(0 if c.panel else c.consumers):
+        keys = (ctx.batch, pl.ds(ctx.key_row(r), ROWS), ctx.kv_head)
         for h in range(c.dim // ROWS):
             plgpu.copy_gmem_to_smem(inputs.k.at[(*keys, pl.ds(h * ROWS, ROWS))], shared.k.at[r, h], shared.kv_ready)
         plgpu.copy_gmem_to_smem(inputs.v.at[keys], shared.v.at[r], shared.kv_ready)
@@ -182,10 +199,17 @@ def _produce(ctx: Context):
         rows = (ctx.batch, pl.ds(row0, c.step), head)
         if wait:
             plgpu.barrier_wait(shared.free.at[slot])
-        plgpu.copy_gmem_to_smem(inputs.q.at[rows], shared.q.at[slot], shared.ready.at[slot])
+        if c.panel:
+            for array, parts in ((inputs.q, (shared.q, shared.q_tail)), (inputs.do, (shared.do, shared.do_tail))):
+                targets = (parts[0], slot, 0), (parts[1], slot, ROWS)
+                for pair in ctx.panel_copies(array, row0, c.step, head, *targets):
+                    plgpu.copy_gmem_to_smem(*pair, shared.ready.at[slot])
+        else:
+            plgpu.copy_gmem_to_smem(inputs.q.at[rows], shared.q.at[slot], shared.ready.at[slot])
         vectors = inputs.rows.at[ctx.batch, head, pl.ds(0, 2), pl.ds(row0, c.step)]
         plgpu.copy_gmem_to_smem(vectors, shared.rows.at[slot], shared.ready.at[slot])
-        plgpu.copy_gmem_to_smem(inputs.do.at[rows], shared.do.at[slot], shared.ready.at[slot])
+        if not c.panel:
+            plgpu.copy_gmem_to_smem(inputs.do.at[rows], shared.do.at[slot], shared.ready.at[slot])
 
     prologue = jnp.minimum(total, c.stages)
     lax.fori_loop(0, prologue, lambda t, _: load(t, wait=False), None)
@@ -218,10 +242,10 @@ def _write(ctx: Context, writer: int):
 
         @pl.when(n > 0)
         def _add():
-            head, row0 = ctx.place(n - 1, begin, steps)
+            t = n - 1
+            head, row0 = ctx.place(t, begin, steps)
             step = lax.div(row0, jnp.int32(c.step))
-            visitors = (ctx.inputs.visitors[ctx.table_batch, step, i] for i in range(2))
-            earlier = started_before(ctx.nth, c.round, ctx.inputs.table.shape[1], *visitors)
+            earlier = ctx.earlier(t, step)
 
             def copy(**how):
                 for part in range(c.consumers):

@@ -7,9 +7,11 @@ import functools
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig, Context
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile, kept_weights, score_gradient
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     WHOLE,
@@ -31,6 +33,13 @@ def consume(ctx: Context, warpgroup):
     own_key0 = ctx.key0 + warpgroup * ROWS
     p_own = None if shared.p is None else shared.p.at[warpgroup]
     shape = (ROWS, c.step)
+    squares = ctx.for_products(shared.k)
+
+    def along_columns(ref, tail, at):
+        """The parts of what lies in shared memory, 64 columns at most each, or none where a product takes them all."""
+        if c.panel:
+            return [ctx.for_products(part).at[at] for part in (ref, tail)]
+        return [ref.at[at]]
 
     def store_ds(t, ds):
         slot = modulo(t, c.slots)
@@ -45,7 +54,7 @@ def consume(ctx: Context, warpgroup):
         slot, zero = modulo(t, c.slots), opaque_zero(t)
         for r in range(c.consumers):
             row, column = (warpgroup, 0) if c.by_rows else (0, warpgroup)
-            plgpu.wgmma(acc, shared.ds.at[slot, r, row].transpose((1, 0)), shared.k.at[zero + r, column])
+            plgpu.wgmma(acc, shared.ds.at[slot, r, row].transpose((1, 0)), squares.at[zero + r, column])
 
     def store_dq(n, dq_acc, pending):
         buffer = modulo(n, c.buffers)
@@ -69,11 +78,16 @@ def consume(ctx: Context, warpgroup):
     def step(t, masked, dk_acc, dv_acc):
         """``masked``: whether the step is, or what says so at run time."""
         slot, zero = modulo(t, c.stages), opaque_zero(t)
-        q, do = shared.q.at[slot], shared.do.at[slot]
+        q, do = along_columns(shared.q, shared.q_tail, slot), along_columns(shared.do, shared.do_tail, slot)
 
         def seen():
             begin, _, _, steps = ctx.loop(zero)
-            return _visible(ctx, t, own_key0 + zero, begin + ctx.order(t, steps) * c.step)
+            return _visible(ctx, t, own_key0 + zero, ctx.row(t, begin, steps))
+
+        def tile():
+            begin, _, _, steps = ctx.loop(zero)
+            head, row0 = ctx.place(t, begin, steps)
+            return Tile(c, ctx.optional, ctx.batch, head, own_key0 + zero, row0, by_keys=True)
 
         def by_query(which):
             part = shared.rows.at[slot, which]
@@ -87,46 +101,60 @@ def consume(ctx: Context, warpgroup):
             if masked is not False and not c.interpreted:
                 # Where a pair does not count the sum starts at -inf, and stays there.
                 def mask():
-                    s_acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
+                    s_acc[...] = jnp.where(seen(), np.float32(0), np.float32(-np.inf))
 
                 mask() if masked is True else pl.when(masked)(mask)
 
-            for h in range(c.dim // ROWS):
-                part = q if c.dim == ROWS else q.at[:, h * ROWS : (h + 1) * ROWS]
-                plgpu.wgmma(s_acc, shared.k.at[zero + warpgroup, h], part.transpose((1, 0)))
+            for h in range(c.squares):
+                part = q[h] if c.panel else q[0] if c.dim == ROWS else q[0].at[:, h * ROWS : (h + 1) * ROWS]
+                keys = squares.at[zero + warpgroup, h]
+                if h and shared.k_tail is not None:
+                    keys = ctx.for_products(shared.k_tail).at[zero + warpgroup]
+                plgpu.wgmma(s_acc, keys, part.transpose((1, 0)))
             if not c.eager:
                 publish_last(t)
-            plgpu.wgmma_wait(c.dim // ROWS)
+            plgpu.wgmma_wait(c.squares)
             release(t - 1)
-            if not c.interpreted:
+            if not c.interpreted and not c.dropout:
                 # The sum starts at minus the slope.
                 dp_acc[...] = spread(by_query(1))
             # Loaded together they are waited for once. Where a step has 128 queries, there are too few registers.
             reference = lax.optimization_barrier(by_query(0)) if c.step == ROWS else None
-            plgpu.wgmma(dp_acc, shared.v.at[zero + warpgroup], do.transpose((1, 0)))
-            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
+            for values, part in zip(along_columns(shared.v, shared.v_tail, zero + warpgroup), do, strict=True):
+                plgpu.wgmma(dp_acc, values, part.transpose((1, 0)))
+            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_acc, wait_n=c.panels))
             if masked is not False and c.interpreted:
                 s = jnp.where(seen() | jnp.logical_not(masked), s, -jnp.inf)
             capped = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
-            p = jnp.exp2(
-                (capped * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E))
-                + spread(by_query(0) if reference is None else reference)
-            )
+            if c.bias or c.mask:
+                logits = capped * c.cap if c.cap else s * c.scale
+                logits = tile().biased(logits, may_end=c.partial_step) * LOG2E
+            else:
+                logits = capped * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)
+            p = jnp.exp2(logits + spread(by_query(0) if reference is None else reference))
             if masked is not False and (c.cap or c.scale <= 0):
                 p = jnp.where(s == -jnp.inf, 0.0, p)
+            if c.dropout:
+                p = tile().dropped(p, mark=True)
             as_float16 = bool(c.cap) and c.dim == ROWS
             weight = p * (1 - capped * capped) if c.cap else None
             if as_float16:
                 # Two of these share a register; dS is rounded at least as much.
-                p, weight = p.astype(shared.do.dtype), (weight * FLOAT16_SCALE).astype(jnp.float16)
+                p = kept_weights(c, p).astype(ctx.inputs.do.dtype)
+                weight = (weight * FLOAT16_SCALE).astype(jnp.float16)
             p, weight = lax.optimization_barrier((p, weight))
             # This wait is a branch: without one, ptxas would move the exponentials behind the wait for dP.
             plgpu.barrier_wait(shared.ds_ready.at[modulo(t + c.slots - 1, c.slots)])
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_acc))
             if as_float16:
                 weight = weight.astype(jnp.float32) * (1 / FLOAT16_SCALE)
-            ds = (weight if c.cap else p) * (dp + spread(by_query(1)) if c.interpreted else dp)
-            return lax.optimization_barrier((p.astype(shared.do.dtype), ds.astype(shared.q.dtype)))
+            weight = weight if c.cap else p
+            if c.dropout:
+                ds = score_gradient(c, weight, dp, -spread(by_query(1)))
+            else:
+                ds = weight * (dp + spread(by_query(1)) if c.interpreted else dp)
+            p = p if as_float16 else kept_weights(c, p).astype(ctx.inputs.do.dtype)
+            return lax.optimization_barrier((p, ds.astype(ctx.inputs.q.dtype)))
 
         # Before the accumulators' scope: their zeros are folded into the first product only if no branch is between.
         plgpu.barrier_wait(shared.ready.at[slot])
@@ -142,7 +170,7 @@ def consume(ctx: Context, warpgroup):
             start_dq(dq_acc, t + c.slots - 1)
             _add_product(c, dv_acc, p, do, p_own)
             _add_product(c, dk_acc, ds, q, p_own)
-            store_dq(t, dq_acc, 2)
+            store_dq(t, dq_acc, 2 * c.panels)
             if c.eager:
                 plgpu.commit_smem()
                 publish_dq(t)
@@ -170,8 +198,7 @@ def consume(ctx: Context, warpgroup):
         _, first, last, steps = ctx.loop()
 
         def one(t, _):
-            i = ctx.order(t, steps)
-            step(t, (i < first) | (i >= last) if c.masked else False, dk_acc, dv_acc)
+            step(t, ctx.is_masked(t, first, last, steps) if c.masked else False, dk_acc, dv_acc)
 
         lax.fori_loop(0, steps * c.group, one, None)
         plgpu.wgmma_wait(0)
@@ -179,7 +206,7 @@ def consume(ctx: Context, warpgroup):
 
     def all_steps(dk_acc, dv_acc):
         before = jnp.int32(c.slots - 1)
-        store_ds(before, plgpu.layout_cast(jnp.zeros(shape, shared.q.dtype), plgpu.Layout.WGMMA))
+        store_ds(before, plgpu.layout_cast(jnp.zeros(shape, ctx.inputs.q.dtype), plgpu.Layout.WGMMA))
         if c.eager:
             plgpu.commit_smem()
             publish_ds(before)
@@ -202,7 +229,11 @@ def consume(ctx: Context, warpgroup):
             plgpu.barrier_wait(shared.dq_free.at[buffer])
         _store(ctx, warpgroup, own_key0, dk_acc, dv_acc)
 
-    pl.run_scoped(all_steps, *(plgpu.ACC((ROWS, width), jnp.float32) for width in (c.dim, c.value_dim)))
+    def scope(*accs):
+        all_steps(accs[: c.panels], accs[c.panels :])
+
+    widths = (ROWS, c.panel, ROWS, c.panel) if c.panel else (c.dim, c.value_dim)
+    pl.run_scoped(scope, *(plgpu.ACC((ROWS, width), jnp.float32) for width in widths))
 
 
 def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
@@ -211,12 +242,17 @@ def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
     What other CTAs add to stays in float32, for which that has no room: registers are stored.
     """
     c, shared = ctx.c, ctx.shared
+    if c.panel:
+        _store_panels(ctx, warpgroup, key0, dk_acc, dv_acc)
+        return
+    [dk_acc], [dv_acc] = dk_acc, dv_acc
     if c.parts > 1:
         own = (ctx.part, ctx.batch, pl.ds(key0, ROWS), ctx.kv_head)
         ctx.dv.at[own][...] = dv_acc[...]
         ctx.dk.at[own][...] = dk_acc[...]
         return
-    shared.v.at[warpgroup][...] = dv_acc[...].astype(shared.v.dtype)
+    dv = dv_acc[...] * (1 / (1 - c.dropout)) if c.dropout else dv_acc[...]
+    shared.v.at[warpgroup][...] = dv.astype(shared.v.dtype)
     dk = (dk_acc[...] * c.scale).astype(shared.k.dtype)
     for h in range(c.dim // ROWS):
         shared.k.at[warpgroup, h][...] = dk if c.dim == ROWS else dk[:, h * ROWS : (h + 1) * ROWS]
@@ -228,14 +264,30 @@ def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _add_product(c: BackwardConfig, acc, left, right, left_smem):
-    """``acc += left · right``, in flight."""
-    if not c.interpreted:
-        plgpu.wgmma(acc, left, right)
-    else:
+def _store_panels(ctx: Context, warpgroup, key0, dk_accs, dv_accs):
+    """The same of heads in panels: TMA leaves out the columns that a head does not have."""
+    c, shared = ctx.c, ctx.shared
+    tail = (shared.k, (warpgroup, 1), ROWS) if shared.k_tail is None else (shared.k_tail, warpgroup, ROWS)
+    of_keys = (shared.k, (warpgroup, 0), 0), tail
+    of_values = (shared.v, warpgroup, 0), (shared.v_tail, warpgroup, ROWS)
+    for accs, targets, factor in ((dv_accs, of_values, 1 / (1 - c.dropout)), (dk_accs, of_keys, c.scale)):
+        for acc, (ref, at, _) in zip(accs, targets, strict=True):
+            values = acc[...] if factor == 1 else acc[...] * factor
+            ctx.for_products(ref).at[at][...] = values.astype(ctx.inputs.k.dtype)
+    plgpu.commit_smem()
+    for array, targets in ((ctx.dk, of_keys), (ctx.dv, of_values)):
+        for outside, inside in ctx.panel_copies(array, key0, ROWS, ctx.kv_head, *targets):
+            plgpu.copy_smem_to_gmem(inside, outside)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add_product(c: BackwardConfig, accs, left, rights, left_smem):
+    """``accs += left · rights``, part by part, in flight."""
+    if c.interpreted:
         left_smem[...] = left
         plgpu.commit_smem()
-        plgpu.wgmma(acc, left_smem, right)
+    for acc, right in zip(accs, rights, strict=True):
+        plgpu.wgmma(acc, left_smem if c.interpreted else left, right)
 
 
 def _visible(ctx: Context, t, key0, row0):
@@ -267,4 +319,4 @@ def _visible(ctx: Context, t, key0, row0):
     if c.segments:
         mine = vector("q_ids", row0, 1)
         seen &= (mine == vector("kv_ids", key0, 0)) & (mine > 0)
-    return seen
+    return ctx.restrict(seen, t, key0)

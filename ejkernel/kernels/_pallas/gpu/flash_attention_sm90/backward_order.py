@@ -6,10 +6,14 @@ whether the second-level cache still holds what they add to.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import modulo
+
+if TYPE_CHECKING:
+    from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 
 # Bytes that the CTAs that run at the same time should read and write, to find them in the second-level cache.
 CACHE = 40 * 2**20
@@ -31,19 +35,21 @@ ENOUGH_QUERIES = 2048
 def head_parts(dim: int, group: int, window: tuple[int | None, int | None], q_len: int) -> int:
     """Among how many CTAs the query heads of one key head are divided, each with as many.
 
-    Windows leave loops short: there the sum would cost more than it gives.
+    Windows leave loops short: there the sum would cost more than it gives. Heads in panels (``panels``) are not divided.
 
     Example:
         >>> [head_parts(128, group, (None, 0), 8192) for group in (1, 4, 5, 6, 8, 16)]
         [1, 1, 1, 2, 2, 4]
+        >>> head_parts(96, 8, (None, 0), 8192)
+        1
     """
-    if window[0] is not None or q_len < ENOUGH_QUERIES:
+    if dim not in MOST_HEADS or window[0] is not None or q_len < ENOUGH_QUERIES:
         return 1
     return next(n for n in range(1, group + 1) if group % n == 0 and group // n <= MOST_HEADS[dim])
 
 
 def blocks_per_round(c: BackwardConfig, blocks: int) -> int:
-    """Blocks of a round: all, where queries ascend; one, where all loops have the same length; else some.
+    """Blocks of a round: all, where queries ascend; one, where all loops have the same length, or any; else some.
 
     Blocks that start together start at the same queries, and each waits until those before it have added to them: soon
     they follow each other at a distance. The first of a round has the shortest loop, so they end in the same order, at
@@ -53,7 +59,7 @@ def blocks_per_round(c: BackwardConfig, blocks: int) -> int:
     """
     if c.ascending:
         return blocks
-    return max(1, ROUND // c.group) if c.right is not None and c.left is None else 1
+    return max(1, ROUND // c.group) if c.right is not None and c.left is None and not c.listed else 1
 
 
 def started(nth, size: int, blocks: int):

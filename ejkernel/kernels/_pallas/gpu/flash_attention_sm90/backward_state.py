@@ -9,7 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS, KernelConfig
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_order import started_before
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import aliased, columns_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS, KernelConfig, tail_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import transforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +24,11 @@ class BackwardConfig(KernelConfig):
         step: queries of one step of the loop.
         stages: slots of the ring.
         head, tail: whether any block of keys has masked steps at first, at last.
+        partial_step: whether there are queries past the last in a last step.
         ascending: whether the loop runs from the first query up, and the last keys start; or the other way round.
         round: blocks of keys that start in reverse order before those that follow, see ``backward_order``.
         parts: CTAs that share a block of keys of one head, each with ``group`` of the query heads; see ``backward_order``.
+        listed: whether a block's queries come from a list, masked and unmasked steps among each other.
         warps: whether producer and writers are warps of one warpgroup; JAX has no such warps in its interpreter, nor
             where arrays vary over a mesh (``jax.shard_map``). There they are warpgroups.
 
@@ -36,9 +41,26 @@ class BackwardConfig(KernelConfig):
     head: bool
     tail: bool
     ascending: bool
+    partial_step: bool = True
     round: int = 1
     parts: int = 1
+    listed: bool = False
     warps: bool = True
+
+    @property
+    def panel(self) -> int | None:
+        """Columns of a head's second panel, where it has panels."""
+        return tail_of(self.dim)
+
+    @property
+    def squares(self) -> int:
+        """Of 64 keys by 64 columns."""
+        return -(-self.dim // ROWS)
+
+    @property
+    def panels(self) -> int:
+        """In how many a head is copied, and multiplied where rows are summed over."""
+        return 2 if self.panel else 1
 
     @property
     def masked(self) -> bool:
@@ -48,7 +70,7 @@ class BackwardConfig(KernelConfig):
     @property
     def separate_loops(self) -> bool:
         """Whether masked and unmasked steps have separate loops. With a cap at 64 there are too few registers."""
-        return not (self.cap and self.dim == ROWS)
+        return not (self.cap and self.dim == ROWS) and not self.listed
 
     @property
     def writers(self) -> int:
@@ -86,12 +108,20 @@ class BackwardConfig(KernelConfig):
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a CTA; see ``backward`` for what each barrier means."""
+    """Shared memory and barriers of a CTA; see ``backward`` for what each barrier means.
+
+    Of heads in panels ``k``, ``v``, ``q`` and ``do`` have the first 64 columns, the tails what is behind. ``k`` is in squares
+    for dQ, of which the second one is the tail, filled with zeros: where it has no fewer columns, there is no other.
+    """
 
     k: Any
     v: Any
     q: Any
     do: Any
+    k_tail: Any
+    v_tail: Any
+    q_tail: Any
+    do_tail: Any
     ds: Any
     dq: Any
     rows: Any
@@ -111,16 +141,30 @@ def shared_memory(c: BackwardConfig, dtype) -> Shared:
         width = 128 // jnp.dtype(dtype).itemsize
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
+    def panel(*shape):
+        """For the interpreter without the view for copies, which it cannot alias."""
+        return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1])) if c.interpreted else aliased(dtype, *shape)
+
+    def tail(*shape):
+        return panel(*shape, c.panel) if c.panel else None
+
+    of_head = panel if c.panel else tile
+    columns, value_columns = (ROWS, ROWS) if c.panel else (c.dim, c.value_dim)
+    key_tail = c.panel is not None and c.panel < ROWS
     return Shared(
-        k=tile(c.consumers, c.dim // ROWS, ROWS, ROWS),  # in squares: read by rows of keys and by columns
-        v=tile(c.consumers, ROWS, c.value_dim),
-        q=tile(c.stages, c.step, c.dim),
-        do=tile(c.stages, c.step, c.value_dim),
+        k=of_head(c.consumers, c.squares, ROWS, ROWS),  # in squares: read by rows of keys and by columns
+        v=of_head(c.consumers, ROWS, value_columns),
+        q=of_head(c.stages, c.step, columns),
+        do=of_head(c.stages, c.step, value_columns),
+        k_tail=tail(c.consumers, ROWS) if key_tail else None,
+        v_tail=tail(c.consumers, ROWS),
+        q_tail=tail(c.stages, c.step),
+        do_tail=tail(c.stages, c.step),
         ds=tile(c.slots, c.consumers, c.step // ROWS, ROWS, ROWS),
         dq=tile(c.buffers, c.consumers, ROWS, ROWS, dtype=jnp.float32),
         rows=plgpu.SMEM((c.stages, 2, c.step), jnp.float32),
-        kv_ready=plgpu.Barrier(num_arrivals=c.consumers * (c.dim // ROWS + 1)),
-        ready=plgpu.Barrier(num_arrivals=3, num_barriers=c.stages),
+        kv_ready=plgpu.Barrier(num_arrivals=c.consumers * (c.squares + key_tail + c.panels)),
+        ready=plgpu.Barrier(num_arrivals=1 + 2 * c.panels, num_barriers=c.stages),
         free=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
         ds_ready=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.slots),
         dq_ready=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.writers),
@@ -169,6 +213,21 @@ class Context(NamedTuple):
     part: Any
     key0: Any
 
+    def for_products(self, ref):
+        """Shared memory of a head, as products take it."""
+        return ref[0] if self.c.panel and not self.c.interpreted else ref
+
+    def panel_copies(self, array, row, rows: int, head, *targets):
+        """Pairs of what is copied, rows of a head in global memory by panels, and of their shared memory.
+
+        A target: what a panel lies in, where in it, and the panel's first column.
+        """
+        pairs = []
+        for ref, at, column in targets:
+            part = (ref if self.c.interpreted else ref[1]).at[at]
+            pairs.append((columns_of(array, self.batch, row, rows, head, column, part.shape[-1]), part))
+        return pairs
+
     @property
     def table_batch(self):
         """The batch entry's place in tables that may be shared by all."""
@@ -199,9 +258,31 @@ class Context(NamedTuple):
         n = lax.div(t, jnp.int32(self.c.group))
         return n if self.c.ascending else steps - 1 - n
 
+    def row(self, t, begin, steps):
+        """The first query of the ``t``-th step."""
+        return begin + self.order(t, steps) * self.c.step
+
     def place(self, t, begin, steps):
         """The head and the first query of the ``t``-th step."""
         return (
             self.heads * self.c.group + lax.rem(t, jnp.int32(self.c.group)),
-            begin + self.order(t, steps) * self.c.step,
+            self.row(t, begin, steps),
         )
+
+    def is_masked(self, t, first, last, steps):
+        """Whether the ``t``-th step is masked; ``first`` and ``last`` as ``loop`` returns them."""
+        i = self.order(t, steps)
+        return (i < first) | (i >= last)
+
+    def earlier(self, t, step):
+        """How many CTAs that start before this one add to the dQ of its ``t``-th step, the ``step``-th of all queries."""
+        visitors = (self.inputs.visitors[self.table_batch, step, i] for i in range(2))
+        return started_before(self.nth, self.c.round, self.inputs.table.shape[1], *visitors)
+
+    def key_row(self, consumer: int):
+        """The key that a consumer's keys are copied from."""
+        return self.key0 + consumer * ROWS
+
+    def restrict(self, seen, t, key0):
+        """Which of the pairs of the ``t``-th step that are ``seen`` by their positions and ids count, of keys from ``key0`` on."""
+        return seen

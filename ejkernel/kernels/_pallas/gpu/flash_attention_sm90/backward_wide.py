@@ -26,8 +26,10 @@ from typing import Any
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     BACKWARD_CONSUMERS,
     ROWS,
@@ -256,12 +258,21 @@ def accumulators(c: WideConfig, width: int):
 SCORES = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
 
-def softmax_weights(c: WideConfig, s, lse, masked):
-    """The weights, and what (dP - slope) is multiplied by for the gradient of the logits; masked scores are -inf."""
+def softmax_weights(c: WideConfig, s, lse, masked, where: Tile):
+    """The weights, and what (dP - slope) is multiplied by for the gradient of the logits; masked scores are -inf.
+
+    Both are marked where dropout has zeros, see ``pairs.drop``.
+    """
     capped = jnp.tanh(s * (c.scale / c.cap)) if c.cap else None
-    p = jnp.exp2((capped * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)) - lse)
+    if c.bias or c.mask:
+        logits = where.biased(capped * c.cap if c.cap else s * c.scale) * LOG2E
+    else:
+        logits = capped * (c.cap * LOG2E) if c.cap else s * (c.scale * LOG2E)
+    p = jnp.exp2(logits - lse)
     if masked is not False and (c.cap or c.scale <= 0):
         p = jnp.where(s == -jnp.inf, 0.0, p)
+    if c.dropout:
+        p = where.dropped(p, mark=True)
     return p, p * (1.0 - capped * capped) if c.cap else p
 
 
@@ -269,7 +280,7 @@ def mask_accumulator(c: WideConfig, acc, masked, seen):
     """Start the scores at -inf where a pair does not count: products leave that, and registers are free then."""
 
     def mask():
-        acc[...] = jnp.where(seen(), 0.0, -jnp.inf)
+        acc[...] = jnp.where(seen(), np.float32(0), np.float32(-np.inf))
 
     if masked is not False and not c.interpreted:
         mask() if masked is True else pl.when(masked)(mask)

@@ -32,6 +32,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import (
     tile,
     visible,
 )
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile, kept_weights, score_gradient
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import BACKWARD_CONSUMERS, ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import WHOLE
 
@@ -129,21 +130,26 @@ def _cta(c: WideConfig, inputs, optional, dk_ref, dv_ref, k_smem, v_smem, k_read
             plgpu.barrier_wait(vector_ready.at[vector_slot(t, me)])
             return load_vector(vector_smem.at[me, rem(t, 2)], 1)
 
-        def weights(t, s, masked):
-            p, factor = softmax_weights(c, s, by_query(t), masked)
+        def weights(t, i, s, masked):
+            head = kv_head if c.group == 1 else kv_head * c.group + lax.div(t, loop.steps)
+            where = Tile(c, optional, batch, head, key0, loop.begin + i * ROWS, by_keys=True)
+            p, factor = softmax_weights(c, s, by_query(t), masked, where)
             slot = rem(t, 2)
             pl.when(t >= 2)(lambda: plgpu.barrier_wait(p_free.at[slot]))
             p_smem.at[slot][...] = factor.astype(p_smem.dtype)
             plgpu.barrier_arrive(p_ready.at[slot])
-            return p.astype(q_ref.dtype)
+            return kept_weights(c, p).astype(q_ref.dtype)
 
         def score_gradients(t, dp):
-            dp = dp - by_query(t)
+            slope = by_query(t)
+            if not c.dropout:
+                dp = dp - slope
             slot = rem(t, 2)
             plgpu.barrier_wait(p_ready.at[slot])
             factor = plgpu.load(p_smem.at[slot], *WHOLE, layout=plgpu.Layout.WGMMA, optimized=True)
             plgpu.barrier_arrive(p_free.at[slot])
-            return (factor.astype(jnp.float32) * dp).astype(q_ref.dtype)
+            factor = factor.astype(jnp.float32)
+            return (score_gradient(c, factor, dp, slope) if c.dropout else factor * dp).astype(q_ref.dtype)
 
         def gradient(*accs):
             def step(t, i, masked):
@@ -157,7 +163,7 @@ def _cta(c: WideConfig, inputs, optional, dk_ref, dv_ref, k_smem, v_smem, k_read
                     s = scores(c, acc, masked, seen)
                     for p in range(scored.parts):
                         scored.release(t, p)
-                    mine = weights(t, s, masked) if me == 0 else score_gradients(t, s)
+                    mine = weights(t, i, s, masked) if me == 0 else score_gradients(t, s)
                     if c.interpreted:
                         plgpu.commit_smem()  # its race detector wants a fence between a read and a later copy
                     plgpu.barrier_arrive(vector_free.at[vector_slot(t, me)])
@@ -188,7 +194,7 @@ def _cta(c: WideConfig, inputs, optional, dk_ref, dv_ref, k_smem, v_smem, k_read
             mixed.release_last(total, 0)
             if me == 0:
                 drain(total, 2, lambda t: p_free.at[rem(t, 2)])
-                store(c, accs, 2.0**-c.weight_exponent, left, dv_ref, own)
+                store(c, accs, 2.0**-c.weight_exponent / (1 - c.dropout), left, dv_ref, own)
             else:
                 store(c, accs, c.scale * 2.0**-c.weight_exponent, left, dk_ref, own)
 

@@ -29,6 +29,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_wide import (
     tile,
     visible,
 )
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile, score_gradient
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import BACKWARD_CONSUMERS, ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import WHOLE
 
@@ -119,8 +120,9 @@ def _cta(c: WideConfig, inputs, optional, dq_ref, q_smem, do_smem, own_ready,
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=None)
                     for p in range(values.parts):
                         values.release(t, p)
-                    _, factor = softmax_weights(c, s, wide(lse), masked)
-                    return (factor * (dp - wide(slope))).astype(q_smem.dtype)
+                    where = Tile(c, optional, batch, head, row0, loop.begin + t * ROWS)
+                    _, factor = softmax_weights(c, s, wide(lse), masked, where)
+                    return score_gradient(c, factor, dp, wide(slope)).astype(q_smem.dtype)
 
                 ds = pl.run_scoped(products, SCORES)
                 add(c, accs, ds, lambda p: keys.get(t, p), ds_smem.at[warpgroup] if c.interpreted else None)

@@ -46,6 +46,8 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import (
     shared_memory,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import pair_arrays, word_size
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import by_tiles
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import forward_effective, narrow
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
@@ -55,9 +57,9 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     longest_first,
     mask_vectors,
     pad_rows,
+    panel_of,
     segment_ids,
     statics,
-    whole_tiles,
 )
 from ejkernel.kernels.common import visibility
 from ejkernel.kernels.common.varying import vary_as, varying_axes
@@ -82,9 +84,10 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     consumers = params.num_warps // WARPS_PER_WARPGROUP
     table, (head, full, tail) = _step_table(arrays, spec, block, step)
     # Vectors are read in whole blocks, past the last row too.
-    optional = mask_vectors(arrays, table.shape[1] * block, kv_len + step)
+    ends = table.shape[1] * block, kv_len + step
+    optional = {**mask_vectors(arrays, *ends), **pair_arrays(arrays, *ends, word_size(step), copy=bool(interpret))}
     if "padding" in arrays:
-        optional["padded"] = _any_in_step(optional["padding"], step)
+        optional["padded"] = any_in_step(optional["padding"], step)
     if "softmax_aux" in arrays:
         optional["sinks"] = arrays["softmax_aux"]
     c = ForwardConfig(
@@ -98,8 +101,8 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         sinks="softmax_aux" in arrays,
         persistent=small,
         clears="padding" in arrays,
-        # Float16 weights above 1 may overflow.
-        speculative=small and value.dtype == jnp.bfloat16,
+        # Float16 weights above 1 may overflow. With a bias or a mask a row's first logits say little of the later ones.
+        speculative=small and value.dtype == jnp.bfloat16 and not {"bias", "attention_mask"} & arrays.keys(),
         head=head,
         full=full,
         tail=tail,
@@ -109,7 +112,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     return out[:, :q_len], lse[..., :q_len]
 
 
-def _any_in_step(flags: Array, step: int) -> Array:
+def any_in_step(flags: Array, step: int) -> Array:
     """Whether there is a flag in the step that begins at every eighth key: ``[B, keys / 8]``."""
     eights = jnp.pad(flags, ((0, 0), (0, -flags.shape[1] % CORE_ROWS))).reshape(flags.shape[0], -1, CORE_ROWS).max(2)
     window = step // CORE_ROWS
@@ -120,7 +123,9 @@ def _step_table(arrays: dict[str, Array], spec: Any, block: int, step: int) -> t
     """The steps of all blocks of queries; whether any has masked steps at first, unmasked ones, masked ones at last."""
     start, stop = key_intervals(arrays, spec)
     ranges = visibility.key_ranges(start, stop, segment_ids(arrays), block, arrays["key"].shape[1], shifted=False)
-    plan = visibility.plan_walk(ranges._replace(begin=whole_tiles(ranges.begin)), step, 1, False)
+    # A step of a mask begins with a whole word of it.
+    unit = word_size(step) if "attention_mask" in arrays else CORE_ROWS
+    plan = visibility.plan_walk(ranges._replace(begin=ranges.begin // unit * unit), step, 1, False)
     plan = complete(plan)
     counts = plan.head, plan.full, plan.tail
     return longest_first(plan), [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts]
@@ -151,7 +156,8 @@ def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *
     )
     # The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time.
     grid = {"head": heads, "block": blocks, "batch": batch}
-    return launch(c, (query, key, value, table), optional, results, grid, QueryBlock, interpret=interpret)
+    tensors = (x if panel_of(x.shape[3]) is None else by_tiles(x) for x in (query, key, value))
+    return launch(c, (*tensors, table), optional, results, grid, QueryBlock, interpret=interpret)
 
 
 def launch(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, ForwardConfig, QueryBlock
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import start_pv, start_qk
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
@@ -19,8 +20,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     reduce_rows,
     request_retry,
     rescale_rows,
-    start_pv,
-    start_qk,
     wait_for_products,
 )
 from ejkernel.kernels.common.softmax import LOG2E
@@ -102,7 +101,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
 
     # The upper bound of a static mask is known for every row: each warpgroup has its own and leaves out what only
     # others see.
-    own_end = c.tail and c.right is not None and not (c.packed or c.segments)
+    own_end = block.consecutive and c.tail and c.right is not None and not (c.packed or c.segments)
 
     def steps_before(part):
         if not own_end or part < 2 or (part == 2 and not c.full):
@@ -142,9 +141,15 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
 
         ``all_started``: every row's first visible key lies at or before the step's first.
         """
+
+        def column0():
+            return block.begin + i * c.step
+
         s = _logits(c, s)
+        if c.bias or c.mask:
+            s = block.tile(row0, column0()).biased(s, may_end=masked)
         if masked:
-            s = block.mask(s, row0, block.begin + i * c.step, all_started)
+            s = block.mask(s, row0, column0(), all_started)
         updated = ()
         if nth is None or not all_started:
             high = reduce_rows(c, s, "max") * c.factor
@@ -153,7 +158,8 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
             total, top = total * (lax.broadcast_in_dim(decay, total.shape, [0]) if c.speculative else decay), new_top
             updated = top, decay
         p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(top, s.shape, [0]))
-        return p, total + row_sums(p), updated
+        total = total + row_sums(p)
+        return block.tile(row0, column0()).dropped(p) if c.dropout else p, total, updated
 
     def step(i, carry, masked: bool, all_started: bool):
         acc, top, total, p16 = carry
@@ -236,7 +242,7 @@ def _store(ctx: Context, block: QueryBlock, warpgroup, row0, acc, top, total, ag
     """Output and lse to global memory; ``again``: not for the first time, if the kernel is speculative."""
     c, shared = ctx.c, ctx.shared
     some = total != 0  # or NaN, which stays
-    inverse = jnp.where(some, 1.0 / total, 0.0)
+    inverse = jnp.where(some, 1.0 / (1.0 - c.dropout) / total, 0.0)
     block.lse(row0, warpgroup)[...] = jnp.where(some, top * (1 / LOG2E) + jnp.log(total), -jnp.inf)
     target = (shared.q if shared.out is None else shared.out).at[warpgroup]
     if c.persistent:
@@ -250,5 +256,6 @@ def _store(ctx: Context, block: QueryBlock, warpgroup, row0, acc, top, total, ag
 def _logits(c: ForwardConfig, s):
     """Logits, but for ``c.factor``."""
     if c.cap:
-        return jnp.tanh(s * (c.scale / c.cap))
-    return s if c.scale > 0 else s * c.scale
+        capped = jnp.tanh(s * (c.scale / c.cap))
+        return capped * c.cap if c.bias else capped
+    return s if c.scale > 0 and not c.bias else s * c.scale

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, QueryBlock
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import copies_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import store_scalar, take_item
 
 
@@ -58,7 +59,7 @@ def load_queries(ctx: Context, block: QueryBlock, warpgroup):
 
 def signal_queries(ctx: Context, warpgroup):
     """In place of a copy of a consumer's queries."""
-    for _ in range(ctx.c.pack):
+    for _ in range(ctx.c.pack * copies_of(ctx.c.dim)):
         plgpu.barrier_arrive(ctx.shared.q_ready.at[warpgroup])
 
 
@@ -67,16 +68,17 @@ def produce(ctx: Context, block: QueryBlock, filled):
     c, shared = ctx.c, ctx.shared
     steps = block.steps
 
-    def arrive(barrier):
-        for _ in range(c.copies):
+    def arrive(barrier, times):
+        for _ in range(times):
             plgpu.barrier_arrive(barrier)
 
     def copy(source, target, step, barrier):
         def one(part, _):
-            source_part, target_part, needed = block.key_copy(source, target, step, part)
+            pairs, needed = block.key_copies(source, target, step, part)
 
             def copied():
-                plgpu.copy_gmem_to_smem(source_part, target_part, barrier)
+                for source_part, target_part in pairs:
+                    plgpu.copy_gmem_to_smem(source_part, target_part, barrier)
 
             if needed is None:
                 copied()
@@ -91,17 +93,17 @@ def produce(ctx: Context, block: QueryBlock, filled):
 
     def load(i, wait):
         slot = ctx.slot(filled + i)
-        keys = ctx.k, shared.k.at[slot], shared.k_free, i
-        values = ctx.v, shared.v.at[slot], shared.v_free, i - 1
+        keys = ctx.k, shared.k.at[slot], shared.k_free, i, c.key_copies
+        values = ctx.v, shared.v.at[slot], shared.v_free, i - 1, c.value_copies
         ready = shared.ready.at[slot]
         padded = block.has_padding(i - 1) if c.clears else None
-        for source, target, free, step in (keys, values):
+        for source, target, free, step, copies in (keys, values):
             if wait:
                 plgpu.barrier_wait(free.at[slot])
             some = (step >= 0) & (step < steps)
 
             @pl.when(some)
-            def _(source=source, target=target, step=step):
+            def _(source=source, target=target, step=step, copies=copies):
                 if source is not ctx.v or not c.clears:
                     copy(source, target, step, ready)
                     return
@@ -115,9 +117,9 @@ def produce(ctx: Context, block: QueryBlock, filled):
                     if not c.warps:
                         # No warp may still write zeros when the slot is filled again.
                         plgpu.commit_smem()
-                    arrive(ready)
+                    arrive(ready, copies)
 
-            pl.when(~some)(lambda: arrive(ready))
+            pl.when(~some)(lambda copies=copies: arrive(ready, copies))
 
     def first(i, _):
         load(i, wait=False)

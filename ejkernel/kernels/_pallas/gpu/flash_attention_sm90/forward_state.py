@@ -11,13 +11,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import head_copies, panels
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig, copies_of, panel_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
     WHOLE,
     apply_mask,
     clear_rows,
     modulo,
+    store_some_rows,
     transforms,
 )
 from ejkernel.kernels.common.softmax import LOG2E
@@ -62,9 +65,18 @@ class ForwardConfig(KernelConfig):
     copies: int = 1
 
     @property
+    def key_copies(self) -> int:
+        """Copies of a step's keys; those of values are ``value_copies``."""
+        return self.copies * copies_of(self.dim)
+
+    @property
+    def value_copies(self) -> int:
+        return self.copies * copies_of(self.value_dim)
+
+    @property
     def factor(self) -> float:
         """What logits are multiplied by after the maximum was taken: it is positive. With log2(e)."""
-        return (self.cap or max(self.scale, 0.0) or 1.0) * LOG2E
+        return (1.0 if self.bias else self.cap or max(self.scale, 0.0) or 1.0) * LOG2E
 
 
 class Shared(NamedTuple):
@@ -96,24 +108,32 @@ def shared_memory(c: ForwardConfig, dtype) -> Shared:
     def tile(*shape):
         return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1]))
 
+    def of_head(*shape):
+        return panels(dtype, *shape) if panel_of(shape[-1]) else tile(*shape)
+
+    # Of panels the output goes from registers to global memory.
+    if panel_of(c.value_dim):
+        out = plgpu.SMEM((c.consumers, ROWS, c.value_dim), dtype) if c.interpreted else None
+    else:
+        out = tile(c.consumers, ROWS, c.value_dim) if c.persistent or c.value_dim != c.dim else None
     freed = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages)
     one_each = plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers)
-    queries = plgpu.Barrier(num_arrivals=c.pack, num_barriers=c.consumers)
+    queries = plgpu.Barrier(num_arrivals=c.pack * copies_of(c.dim), num_barriers=c.consumers)
     return Shared(
-        q=tile(c.consumers, ROWS, c.dim),
-        k=tile(c.stages, c.step, c.dim),
-        v=tile(c.stages, c.step, c.value_dim),
-        out=tile(c.consumers, ROWS, c.value_dim) if c.persistent or c.value_dim != c.dim else None,
+        q=of_head(c.consumers, ROWS, c.dim),
+        k=of_head(c.stages, c.step, c.dim),
+        v=of_head(c.stages, c.step, c.value_dim),
+        out=out,
         p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
         item=plgpu.SMEM((2, 1), jnp.int32) if c.persistent else None,
         retry=plgpu.SMEM((2 * c.consumers, 1), jnp.int32) if c.speculative else None,
         q_ready=queries,
         q_free=one_each if c.persistent else None,
-        ready=plgpu.Barrier(num_arrivals=2 * c.copies, num_barriers=c.stages),
+        ready=plgpu.Barrier(num_arrivals=c.key_copies + c.value_copies, num_barriers=c.stages),
         k_free=freed,
         v_free=freed,
         ping_pong=one_each if c.ping_pong else None,
-        loaded=plgpu.Barrier(num_arrivals=c.copies) if c.clears else None,
+        loaded=plgpu.Barrier(num_arrivals=c.value_copies) if c.clears else None,
     )
 
 
@@ -158,17 +178,26 @@ class QueryBlock:
     """A block of queries: which, where its loop over keys begins, and where what it reads and writes is.
 
     Counts of steps are read where they are used: kept over a loop they would take registers.
+
+    Attributes:
+        consecutive: whether the keys of its steps follow each other.
     """
 
+    consecutive = True
+
     def __init__(self, ctx: Context, item=None):
-        self.ctx, c = ctx, ctx.c
-        batches, blocks = ctx.q.shape[0], ctx.table.shape[1]
+        self.ctx = ctx
+        row = self._find(item, ctx.table.shape[1])
+        self._place(ctx.c, self.batch if ctx.table.shape[0] > 1 else 0, row)
+
+    def _find(self, item, blocks: int):
+        """Its batch entry and head from an item of the queue, and which of their ``blocks`` rows of the table it has."""
         if item is None:
             self.batch, self.head, row = (lax.axis_index(name) for name in ("batch", "head", "block"))
         else:
-            row, self.batch = divided(item, batches)
+            row, self.batch = divided(item, self.ctx.q.shape[0])
             self.head, row = divided(row, blocks)
-        self._place(c, self.batch if ctx.table.shape[0] > 1 else 0, row)
+        return row
 
     @staticmethod
     def count(ctx: Context):
@@ -211,13 +240,13 @@ class QueryBlock:
 
     def query_copies(self, warpgroup):
         """What is copied for a consumer's queries: from where, and to where."""
-        rows = pl.ds(self.first_row(warpgroup), ROWS)
-        return [(self.ctx.q.at[self.batch, rows, self.head], self.ctx.shared.q.at[warpgroup])]
+        target = self.ctx.shared.q.at[warpgroup]
+        return head_copies(self.ctx.q, target, self.batch, self.first_row(warpgroup), ROWS, self.head)
 
-    def key_copy(self, source, target, step, part):
-        """What is copied as a part of a step's keys or values: from where, to where, and if not always, whether at all."""
-        rows = pl.ds(self.begin + step * self.ctx.c.step, self.ctx.c.step)
-        return source.at[self.batch, rows, self.kv_head], target, None
+    def key_copies(self, source, target, step, part):
+        """What is copied as a part of a step's keys or values: from where and to where; if not always, whether at all."""
+        rows = self.ctx.c.step
+        return head_copies(source, target, self.batch, self.begin + step * rows, rows, self.kv_head), None
 
     def of_batch(self, name: str):
         """Its row of one of the optional arrays."""
@@ -231,8 +260,9 @@ class QueryBlock:
 
     def clear_padding(self, tile, step):
         """Zeros in their place."""
-        rows = pl.ds(self.begin + step * self.ctx.c.step, self.ctx.c.step)
-        clear_rows(self.ctx.c, tile, self.of_batch("padding").at[rows])
+        flags = self.of_batch("padding").at[pl.ds(self.begin + step * self.ctx.c.step, self.ctx.c.step)]
+        for part in [tile] if len(tile.shape) == 2 else [tile.at[i] for i in range(tile.shape[0])]:
+            clear_rows(self.ctx.c, part, flags)
 
     def mask(self, s, row0, column0, all_started: bool):
         """``s`` with -inf where a row does not see a key, of a step that begins at ``column0``.
@@ -266,6 +296,10 @@ class QueryBlock:
             ids = mine, self.of_batch("kv_ids").at[pl.ds(column0, c.step)]
         return apply_mask(c, s, stop, start, ids)
 
+    def tile(self, row0, column0) -> Tile:
+        """Where a tile of a consumer's logits is."""
+        return Tile(self.ctx.c, self.ctx.optional, self.batch, self.head, row0, column0)
+
     def sinks(self):
         """Of its rows."""
         return self.of_batch("sinks")[self.head]
@@ -275,7 +309,11 @@ class QueryBlock:
         return self.ctx.lse.at[self.batch, self.head, pl.ds(row0, ROWS)]
 
     def store(self, x, target, row0):
-        """The output of a consumer's rows, by way of ``target`` in shared memory."""
+        """The output of a consumer's rows, by way of ``target`` in shared memory; of panels straight from registers."""
+        if panel_of(self.ctx.c.value_dim):
+            out = self.ctx.out.at[self.batch]
+            store_some_rows(self.ctx.c, x, out, target, row0, self.head, 0, out.shape[0], 1)
+            return
         target[...] = x
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(target, self.ctx.out.at[self.batch, pl.ds(row0, ROWS), self.head])

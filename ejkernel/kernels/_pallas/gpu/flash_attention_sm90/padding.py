@@ -11,6 +11,7 @@ from jax import Array
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import key_intervals, segment_ids, whole_tiles
 from ejkernel.kernels.common.intervals import intervals
+from ejkernel.kernels.common.unseen import without_unseen
 
 # Of a query and a key, in all batch entries. On an H200 comparing 2**24, 2**26, 2**28 and 2**32 pairs took 8, 18, 95 and
 # 2350 us, sorting and searching instead 32, 42, 46 and 58, nearly all of it the sort.
@@ -26,7 +27,9 @@ def without_padding(
     by weights, and replaces what it computes from such keys by -inf. ``by_kernel``: the kernel puts the zeros itself, and is
     told where: ``padding``, by key.
     """
-    arrays = _with_narrow_ids(arrays)
+    arrays = with_narrow_ids(arrays)
+    if {"attention_mask", "bias"} & arrays.keys():
+        return without_unseen(arrays, spec), 0
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
     dropped = 0
     if "kv_start" not in arrays:
@@ -49,7 +52,7 @@ def without_padding(
     return arrays, dropped
 
 
-def _with_narrow_ids(arrays: dict[str, Array]) -> dict[str, Array]:
+def with_narrow_ids(arrays: dict[str, Array]) -> dict[str, Array]:
     """Ids of 64 bits as their ranks: kernels compare 32 bits, and two ids must not become one."""
     names = ("q_segment_ids", "kv_segment_ids")
     if names[0] not in arrays or arrays[names[0]].dtype.itemsize <= 4:

@@ -25,6 +25,44 @@ SHARED_MEMORY = 232448
 BACKWARD_CONSUMERS = 2
 
 
+# Head dims that are multiples of it fill whole tiles of shared memory.
+WHOLE_COLUMNS = 32
+
+
+def panel_of(dim: int) -> int | None:
+    """Columns of the panels in which a head lies in shared memory; None where it fills whole tiles, which is one copy.
+
+    Few panels are few copies, but what is missing in the last one takes shared memory, and time to fill.
+
+    Example:
+        >>> [panel_of(dim) for dim in (40, 72, 80, 96, 112)]
+        [64, 32, 32, None, 64]
+    """
+    if dim % WHOLE_COLUMNS == 0:
+        return None
+    return 2 * WHOLE_COLUMNS if -dim % (2 * WHOLE_COLUMNS) < WHOLE_COLUMNS else WHOLE_COLUMNS
+
+
+def shared_columns(dim: int) -> int:
+    """How many columns a head takes in shared memory."""
+    return dim + -dim % (panel_of(dim) or 1)
+
+
+def copies_of(dim: int) -> int:
+    """How many copies a head takes."""
+    return shared_columns(dim) // (panel_of(dim) or dim)
+
+
+def tail_of(dim: int) -> int | None:
+    """Columns beside the first 64 of a head that the single backward kernel computes; None if it has 64 or 128.
+
+    Example:
+        >>> [tail_of(dim) for dim in (64, 72, 80, 96, 112, 128)]
+        [None, 16, 16, 32, 64, None]
+    """
+    return next(x for x in (CHUNK, 2 * CHUNK, ROWS) if dim <= ROWS + x) if ROWS < dim < 2 * ROWS else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     """What every kernel is told of a call.
@@ -37,6 +75,8 @@ class KernelConfig:
             None.
         kv_len: the number of keys.
         packed, segments: which of the arrays that decide which pairs count there are.
+        bias, mask: whether there is an array that says something of every pair.
+        dropout: the probability with which a weight is dropped.
         interpreted: run in JAX's interpreter, which has no products with a left operand in registers.
     """
 
@@ -50,6 +90,9 @@ class KernelConfig:
     kv_len: int
     packed: bool
     segments: bool
+    bias: bool = False
+    mask: bool = False
+    dropout: float = 0.0
     interpreted: bool = False
 
 
@@ -57,6 +100,11 @@ def pad_rows(x: Array) -> Array:
     """Rows to a multiple of 8, the height of a tile in shared memory; copies only where there are others."""
     missing = -x.shape[1] % CORE_ROWS
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def pad_columns(x: Array, dim: int) -> Array:
+    """Zeros after the last of a head's dims; copies only where some are missing."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, dim - x.shape[3]))) if x.shape[3] < dim else x
 
 
 def whole_tiles(row):
@@ -93,6 +141,9 @@ def statics(arrays: dict[str, Array], spec: Any) -> dict[str, Any]:
         "kv_len": kv_len,
         "packed": "kv_start" in arrays,
         "segments": "q_segment_ids" in arrays,
+        "bias": "bias" in arrays,
+        "mask": "attention_mask" in arrays,
+        "dropout": spec.dropout_prob if "dropout_key" in arrays else 0.0,
     }
 
 

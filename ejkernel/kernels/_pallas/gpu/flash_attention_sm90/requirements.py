@@ -54,10 +54,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "jax.experimental.mosaic.gpu.fragmented_array": ("WGMMA_LAYOUT_ACC_32BIT",),
     "jax.experimental.mosaic.gpu.mma_utils": ("Dim.K",),
-    "jaxlib.mlir.ir": ("Value",),
+    "jaxlib.mlir.ir": ("Type", "Value"),
     "jaxlib.mlir.dialects.arith": (
-        *("CmpFPredicate.UGT", "CmpFPredicate.UNE", "CmpIPredicate.eq", "CmpIPredicate.ne"),
-        *("CmpIPredicate.sge", "CmpIPredicate.sgt", "CmpIPredicate.sle", "CmpIPredicate.slt", "CmpIPredicate.ult"),
+        *("CmpFPredicate.OEQ", "CmpFPredicate.UGT", "CmpFPredicate.UNE", "CmpIPredicate.eq", "CmpIPredicate.ne"),
+        *("CmpIPredicate.sge", "CmpIPredicate.sgt", "CmpIPredicate.sle", "CmpIPredicate.slt"),
+        *("CmpIPredicate.uge", "CmpIPredicate.ult"),
     ),
     "jaxlib.mlir.dialects.llvm": ("IntegerOverflowFlags.none",),
     "jaxlib.mlir.dialects.scf": ("IfOp.then_block", "IfOp.else_block"),
@@ -77,6 +78,7 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
         "Layout.WGMMA.reduce": _call(1),
         "Layout.WG_SPLAT": _call(1),
         "RefType": _call(1),
+        "RefUnion": _call(2),
         "SMEM": _call(2, "transforms"),
         "SemaphoreType.REGULAR": _call(1),
         "ShapeDtypeStruct": _call(2, "layout"),
@@ -122,6 +124,7 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
     "jax.experimental.mosaic.gpu.mma_utils": {
         "create_descriptor": _call(1, "swizzle", "group_size", "logical_k_major"),
         "encode_addr": _call(1),
+        "encode_descriptor": _call(1, "leading_byte_offset", "stride_byte_offset", "swizzle"),
     },
     "jax.experimental.mosaic.gpu.wgmma": {
         "wgmma_fence": _call(1),
@@ -133,16 +136,21 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
     },
     "jaxlib.mlir.ir": {
         "DenseI64ArrayAttr.get": _call(1),
+        "F16Type.get": _call(0),
         "F32Type.get": _call(0),
         "IndexType.get": _call(0),
         "InsertionPoint": _call(1),
+        "IntegerType": _call(1),
         "IntegerType.get_signless": _call(1),
+        "MemRefType": _call(1),
         "VectorType": _call(1),
         "VectorType.get": _call(2),
     },
     "jaxlib.mlir.dialects.arith": {
         **dict.fromkeys(("addf", "addi", "andi", "constant", "divui", "extsi", "extui"), _call(2)),
-        **dict.fromkeys(("index_cast", "minui", "muli", "ori", "remui", "subi", "xori"), _call(2)),
+        **dict.fromkeys(("extf", "index_cast", "minsi", "minui", "muli", "ori", "remui"), _call(2)),
+        **dict.fromkeys(("shli", "shrui", "subi", "xori"), _call(2)),
+        "negf": _call(1),
         **dict.fromkeys(("cmpf", "cmpi", "select"), _call(3)),
     },
     "jaxlib.mlir.dialects.llvm": {

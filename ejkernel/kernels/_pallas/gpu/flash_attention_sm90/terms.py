@@ -48,7 +48,7 @@ def transforms(width: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
-def _array(shape) -> plgpu.ShapeDtypeStruct:
+def array_of(shape) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
@@ -58,7 +58,7 @@ def start_qk(c: KernelConfig, q, k):
         return _product(q, k.transpose((1, 0)), c.step)
     tiled = plgpu.RefType(transforms(c.dim))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=_array((ROWS, c.step)))
+    @plgpu.inline_mgpu(arg_types=(tiled, tiled), return_type=array_of((ROWS, c.step)))
     def start(_, q, k):
         zeros = mgpu.WGMMAAccumulator.zero(ROWS, c.step)
         acc = mgpu.wgmma(zeros, q, mgpu.memref_transpose(k, (1, 0, 3, 2)), swizzle=swizzle_of(c.dim))
@@ -77,7 +77,7 @@ def start_pv(c: KernelConfig, acc, p16, v, p_smem):
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.RefType(transforms(c.value_dim))), return_type=_array(acc.shape)
+        arg_types=(layout, layout, plgpu.RefType(transforms(c.value_dim))), return_type=array_of(acc.shape)
     )
     def start(_, acc, p16, v):
         acc = _by_chunks(acc, p16, v, swizzle_of(c.value_dim))
@@ -99,31 +99,46 @@ def _product(a, b, columns: int):
 
 def _by_chunks(acc, p16, v, swizzle: int):
     """``acc + p16 · v``, 16 keys an instruction. Mosaic GPU's own takes multiples of a swizzle's columns."""
-    columns = acc.shape[1]
     (first, (_, (stride,))), _, fastest = mma_utils.create_descriptor(
-        v, swizzle=swizzle, group_size=(CHUNK, columns), logical_k_major=True
+        v, swizzle=swizzle, group_size=(CHUNK, acc.shape[1]), logical_k_major=True
     )
+    rights = [i * stride for i in range(p16.shape[1] // CHUNK)]
+    return multiply(acc, p16, (first, rights), p16.mlir_dtype, transposed=fastest != mma_utils.Dim.K)
+
+
+def multiply(acc, left, right, kind: ir.Type, transposed: bool):
+    """``acc + left · right`` in flight, 16 of what is summed over an instruction.
+
+    An operand in shared memory is a pair: the descriptor of its first part, and for each instruction how many bytes behind
+    that its part lies. ``left`` may be an array in registers. ``transposed``: whether the columns of ``right`` lie side by side.
+    """
+    in_registers = isinstance(left, mgpu.FragmentedArray)
     value = _wgmma.wgmma_fence(acc.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
-    p16 = _wgmma.wgmma_fence(p16)
-    kind, i64 = p16.mlir_dtype, ir.IntegerType.get_signless(64)
+    if in_registers:
+        left = _wgmma.wgmma_fence(left)
     parameters = inspect.signature(_wgmma.wgmma_m64).parameters
     kinds = {name: kind for name in ("element_type", "a_element_type", "b_element_type") if name in parameters}
     registers = value.registers
-    for i in range(p16.shape[1] // CHUNK):
-        offset = arith.constant(i64, mma_utils.encode_addr(i * stride))
+    for i, place in enumerate(right[1]):
         registers = _wgmma.wgmma_m64(
             registers,
-            p16[:, i * CHUNK : (i + 1) * CHUNK],
-            llvm.add(first, offset, overflow_flags=llvm.IntegerOverflowFlags.none),
-            a_transpose=None,
-            b_transpose=fastest != mma_utils.Dim.K,
-            a_k_stride=None,
-            b_k_stride=stride,
-            n=columns,
+            left[:, i * CHUNK : (i + 1) * CHUNK] if in_registers else _behind(left[0], left[1][i]),
+            _behind(right[0], place),
+            a_transpose=None if in_registers else False,
+            b_transpose=transposed,
+            a_k_stride=None if in_registers else 2 * CHUNK,
+            b_k_stride=2 * CHUNK,
+            n=acc.shape[1],
             swizzle=2 * CHUNK,  # by which it counts the instructions: one
             **kinds,
         )
-    return _like(value, registers.flat).to_layout(acc.layout)
+    return array_like(value, registers.flat).to_layout(acc.layout)
+
+
+def _behind(descriptor: ir.Value, offset: int) -> ir.Value:
+    """The descriptor of what lies so many bytes behind."""
+    offset = arith.constant(ir.IntegerType.get_signless(64), mma_utils.encode_addr(offset))
+    return llvm.add(descriptor, offset, overflow_flags=llvm.IntegerOverflowFlags.none)
 
 
 def wait_for_products(c: KernelConfig, pending: int, *arrays):
@@ -132,7 +147,7 @@ def wait_for_products(c: KernelConfig, pending: int, *arrays):
         return arrays
     layouts = (plgpu.Layout.WGMMA,) * len(arrays)
 
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=tuple(_array(x.shape) for x in arrays))
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=tuple(array_of(x.shape) for x in arrays))
     def wait(_, *arrays):
         nvvm.wgmma_wait_group_sync_aligned(pending)
         held = fragmented_array.optimization_barrier(*arrays)
@@ -154,13 +169,13 @@ def rescale_rows(c: KernelConfig, acc, decay):
     if c.interpreted:
         return acc * lax.broadcast_in_dim(decay, acc.shape, [0])
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, BY_ROW), return_type=_array(acc.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, BY_ROW), return_type=array_of(acc.shape))
     def warp_branch(_, acc, decay):
         i32 = ir.IntegerType.get_signless(32)
         changed = [
-            arith.extui(i32, arith.cmpf(arith.CmpFPredicate.UNE, x, _constant(1.0)))
+            arith.extui(i32, arith.cmpf(arith.CmpFPredicate.UNE, x, constant(1.0)))
             for register in decay.registers.flat
-            for x in _scalars(register)
+            for x in scalars(register)
         ]
         # The whole warp takes the branch or not: wgmma needs its threads converged.
         vote = "{ .reg .pred a, b; setp.ne.b32 a, $1, 0; vote.sync.any.pred b, a, 0xffffffff; selp.b32 $0, 1, 0, b; }"
@@ -168,13 +183,13 @@ def rescale_rows(c: KernelConfig, acc, decay):
         for x in changed[1:]:
             some = arith.ori(some, x)
         some = llvm.inline_asm(i32, [some], vote, "=r,r", has_side_effects=True)
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, _constant(0))
+        some = arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
         branch = scf.IfOp(some, [x.type for x in acc.registers.flat], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             scf.yield_(list((acc * decay.broadcast_in_dim(acc.shape, (0,), acc.layout)).registers.flat))
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(list(acc.registers.flat))
-        return _like(acc, branch.results)
+        return array_like(acc, branch.results)
 
     return warp_branch(acc, decay)
 
@@ -199,14 +214,14 @@ def apply_mask(c: KernelConfig, s, stop, start, ids):
     names = tuple(given)  # JAX keeps the function below: it must not close over traced values
     types = [plgpu.RefType() if name == "theirs" else BY_ROW for name in names]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=_array(s.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *types), return_type=array_of(s.shape))
     def compare(_, s, *values):
         # A lane has two neighbouring columns of every eight, and two rows: the fifth index of a register says which.
-        lane_column = arith.muli(arith.remui(mgpu.thread_idx(), _constant(4)), _constant(2))
+        lane_column = arith.muli(arith.remui(mgpu.thread_idx(), constant(4)), constant(2))
         values = dict(zip(names, values, strict=True))
         theirs = values.pop("theirs", None)
         by_rows = {
-            name: [x for register in value.registers.flat for x in _scalars(register)] for name, value in values.items()
+            name: [x for register in value.registers.flat for x in scalars(register)] for name, value in values.items()
         }
         mine = by_rows.pop("mine", None)
         bounds = {name: [arith.subi(x, lane_column) for x in of_rows] for name, of_rows in by_rows.items()}
@@ -215,24 +230,24 @@ def apply_mask(c: KernelConfig, s, stop, start, ids):
 
         def key_ids(eight):
             if eight not in loaded:
-                where = arith.index_cast(index, arith.addi(lane_column, _constant(8 * eight)))
-                loaded[eight] = _scalars(vector.load(pair, theirs, [where]))
+                where = arith.index_cast(index, arith.addi(lane_column, constant(8 * eight)))
+                loaded[eight] = scalars(vector.load(pair, theirs, [where]))
             return loaded[eight]
 
         registers = []
         for at, register in np.ndenumerate(s.registers):
             eight, row, parts = at[1], at[4], []
-            for i, x in enumerate(_scalars(register)):
-                column = _constant(8 * eight + i)
+            for i, x in enumerate(scalars(register)):
+                column = constant(8 * eight + i)
                 seen = arith.cmpi(arith.CmpIPredicate.sgt, bounds["stop"][row], column)
                 if "start" in bounds:
                     seen = arith.andi(seen, arith.cmpi(arith.CmpIPredicate.sle, bounds["start"][row], column))
                 if mine is not None:
                     same = arith.cmpi(arith.CmpIPredicate.eq, mine[row], key_ids(eight)[i])
                     seen = arith.andi(seen, same)
-                parts.append(arith.select(seen, x, _constant(-math.inf)))
+                parts.append(arith.select(seen, x, constant(-math.inf)))
             registers.append(vector.from_elements(register.type, parts))
-        return _like(s, registers)
+        return array_like(s, registers)
 
     return compare(s, *given.values())
 
@@ -242,7 +257,7 @@ def partial_row_sums(c: KernelConfig, p):
     if c.interpreted:
         return functools.reduce(jnp.add, jnp.split(p, p.shape[1] // 8, axis=1))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_array((ROWS, 8)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=array_of((ROWS, 8)))
     def add(_, p):
         sums = p.registers[:, :1]
         for i in range(1, p.registers.shape[1]):
@@ -253,22 +268,27 @@ def partial_row_sums(c: KernelConfig, p):
 
 
 def clear_rows(c: KernelConfig, tile, flags):
-    """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp."""
-    if c.interpreted:
-        tile[...] = jnp.where(lax.broadcast_in_dim(flags[...], tile.shape, [0]) != 0, 0, tile[...])
-        return
-    last = tile.shape[0] - 1
+    """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp.
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(tile.shape[1])), plgpu.RefType()))
+    ``tile``: ``[rows, columns]``, or a panel ``[rows / 8, 8, columns]``.
+    """
+    if c.interpreted:
+        flagged = flags[...].reshape(*tile.shape[:-1], 1) != 0
+        tile[...] = jnp.where(flagged, 0, tile[...])
+        return
+    shape = math.prod(tile.shape[:-1]), tile.shape[-1]
+    # A panel is tiled already.
+    how = transforms(shape[1])[len(tile.shape) - 2 :]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(how), plgpu.RefType()))
     def clear(_, tile, flags):
         def flagged(row):
-            place = arith.minui(row, _constant(last))
+            place = arith.minui(row, constant(shape[0] - 1))
             flag = memref.load(flags, [arith.index_cast(ir.IndexType.get(), place)])
-            return arith.cmpi(arith.CmpIPredicate.ne, flag, _constant(0))
+            return arith.cmpi(arith.CmpIPredicate.ne, flag, constant(0))
 
         _clear(tile, shape, flagged)
 
-    shape = tile.shape
     clear(tile, flags)
 
 
@@ -300,22 +320,22 @@ def _clear(tile, shape: tuple[int, int], chosen: Callable):
     across = swizzle_of(width)
     tiles = width * 2 // across
     base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(tile))
-    lane = arith.remui(mgpu.thread_idx(), _constant(32))
+    lane = arith.remui(mgpu.thread_idx(), constant(32))
     for first in range(0, rows, 32):
-        row = arith.addi(lane, _constant(first))
-        inside = arith.cmpi(arith.CmpIPredicate.ult, row, _constant(rows))
+        row = arith.addi(lane, constant(first))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, row, constant(rows))
         some = scf.IfOp(arith.andi(inside, chosen(row)))
         with ir.InsertionPoint(some.then_block):
-            high, low = arith.divui(row, _constant(8)), arith.remui(row, _constant(8))
-            offset = arith.addi(arith.muli(high, _constant(tiles * 8 * across)), arith.muli(low, _constant(across)))
+            high, low = arith.divui(row, constant(8)), arith.remui(row, constant(8))
+            offset = arith.addi(arith.muli(high, constant(tiles * 8 * across)), arith.muli(low, constant(across)))
             address = arith.addi(base, offset)
             for at in range(tiles):
                 for byte in range(0, across, 16):
                     code = f"st.shared.v4.b32 [$0 + {at * 8 * across + byte}], {{$1, $1, $1, $1}};"
-                    llvm.inline_asm(None, [address, _constant(0)], code, "r,r", has_side_effects=True)
+                    llvm.inline_asm(None, [address, constant(0)], code, "r,r", has_side_effects=True)
             scf.yield_([])
     llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "", has_side_effects=True)
-    nvvm.bar_warp_sync(_constant(-1))
+    nvvm.bar_warp_sync(constant(-1))
 
 
 def store_some_rows(c: KernelConfig, x, out, staging, row0, head0, low, high, pack: int):
@@ -345,21 +365,21 @@ def store_some_rows(c: KernelConfig, x, out, staging, row0, head0, low, high, pa
         row0, head0, low, high = (scalar.registers.flat[0] for scalar in scalars)
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(out))
-        lane = arith.remui(mgpu.thread_idx(), _constant(32))
-        warp = arith.remui(arith.divui(mgpu.thread_idx(), _constant(32)), _constant(4))
-        first = arith.addi(arith.muli(warp, _constant(16)), arith.divui(lane, _constant(4)))
-        pair = arith.muli(arith.remui(lane, _constant(4)), _constant(2))
+        lane = arith.remui(mgpu.thread_idx(), constant(32))
+        warp = arith.remui(arith.divui(mgpu.thread_idx(), constant(32)), constant(4))
+        first = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+        pair = arith.muli(arith.remui(lane, constant(4)), constant(2))
         for half in range(2):
-            r = arith.addi(first, _constant(8 * half))
-            row = arith.addi(row0, arith.remui(r, _constant(span)))
-            head = arith.addi(head0, arith.divui(r, _constant(span)))
+            r = arith.addi(first, constant(8 * half))
+            row = arith.addi(row0, arith.remui(r, constant(span)))
+            head = arith.addi(head0, arith.divui(r, constant(span)))
             inside = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, row, low), arith.cmpi(arith.CmpIPredicate.slt, row, high)
             )
             some = scf.IfOp(inside)
             with ir.InsertionPoint(some.then_block):
                 place = arith.muli(arith.extsi(i64, row), arith.constant(i64, heads * columns))
-                within = arith.addi(arith.muli(head, _constant(columns)), pair)
+                within = arith.addi(arith.muli(head, constant(columns)), pair)
                 place = arith.muli(arith.addi(place, arith.extsi(i64, within)), arith.constant(i64, 2))
                 address = arith.addi(base, place)
                 for at, register in np.ndenumerate(x.registers):
@@ -386,14 +406,14 @@ def store_square(c: KernelConfig, square, x):
         i32 = ir.IntegerType.get_signless(32)
         registers = {(at[1], at[4]): llvm.bitcast(i32, y) for at, y in np.ndenumerate(x.registers)}
         # A lane has the address of 16 bytes: of a row of one of four squares of 8 by 8, two by two.
-        lane = arith.remui(mgpu.thread_idx(), _constant(32))
-        low, right = arith.remui(lane, _constant(8)), arith.divui(lane, _constant(16))
-        row = arith.remui(arith.divui(mgpu.thread_idx(), _constant(32)), _constant(4))
-        row = arith.addi(arith.muli(row, _constant(16)), arith.remui(lane, _constant(16)))
-        place = arith.addi(arith.muli(row, _constant(128)), arith.muli(arith.xori(low, right), _constant(16)))
+        lane = arith.remui(mgpu.thread_idx(), constant(32))
+        low, right = arith.remui(lane, constant(8)), arith.divui(lane, constant(16))
+        row = arith.remui(arith.divui(mgpu.thread_idx(), constant(32)), constant(4))
+        row = arith.addi(arith.muli(row, constant(16)), arith.remui(lane, constant(16)))
+        place = arith.addi(arith.muli(row, constant(128)), arith.muli(arith.xori(low, right), constant(16)))
         base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(square))
         for i in range(ROWS // CHUNK):
-            address = arith.addi(base, arith.xori(place, _constant(2 * CHUNK * i)))
+            address = arith.addi(base, arith.xori(place, constant(2 * CHUNK * i)))
             values = [registers[2 * i + column, row] for column in range(2) for row in range(2)]
             code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
             llvm.inline_asm(None, [address, *values], code, "r,r,r,r,r", has_side_effects=True)
@@ -410,8 +430,8 @@ def store_scalar(c: KernelConfig, slot, value: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def store(_, slot):
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARP):
-            memref.store(_constant(value), slot, [arith.constant(ir.IndexType.get(), 0)])
-        nvvm.bar_warp_sync(_constant(-1))
+            memref.store(constant(value), slot, [arith.constant(ir.IndexType.get(), 0)])
+        nvvm.bar_warp_sync(constant(-1))
 
     store(slot)
 
@@ -424,8 +444,8 @@ def request_retry(c: KernelConfig, slot, x, limit: float, number):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
     def store(_, slot, x, number):
-        values = [y for register in x.registers.flat for y in _scalars(register)]
-        above = [arith.cmpf(arith.CmpFPredicate.UGT, y, _constant(limit)) for y in values]
+        values = [y for register in x.registers.flat for y in scalars(register)]
+        above = [arith.cmpf(arith.CmpFPredicate.UGT, y, constant(limit)) for y in values]
         some = scf.IfOp(functools.reduce(arith.ori, above))
         with ir.InsertionPoint(some.then_block):
             [number] = number.registers.flat
@@ -448,7 +468,7 @@ def take_item(c: KernelConfig, counter, slot, last):
             add = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
             item = llvm.inline_asm(i32, [pointer], add, "=r,l", has_side_effects=True)
             memref.store(item, slot, [arith.constant(ir.IndexType.get(), 0)])
-        nvvm.bar_warp_sync(_constant(-1))
+        nvvm.bar_warp_sync(constant(-1))
 
     take(counter, slot)
     return slot[0]
@@ -477,18 +497,18 @@ def opaque_zero(count):
     return lax.shift_right_logical(count, jnp.int32(30))
 
 
-def _constant(x: int | float) -> ir.Value:
+def constant(x: int | float) -> ir.Value:
     kind = ir.F32Type.get() if isinstance(x, float) else ir.IntegerType.get_signless(32)
     return arith.constant(kind, x)
 
 
-def _scalars(register: ir.Value) -> list[ir.Value]:
+def scalars(register: ir.Value) -> list[ir.Value]:
     [size] = ir.VectorType(register.type).shape
     positions = [ir.DenseI64ArrayAttr.get([i]) for i in range(size)]
     return [vector.extract(register, dynamic_position=[], static_position=position) for position in positions]
 
 
-def _like(array, registers) -> Any:
+def array_like(array, registers) -> Any:
     """An array of the same layout with other registers."""
     new = np.empty(array.registers.shape, dtype=object)
     new.flat = list(registers)

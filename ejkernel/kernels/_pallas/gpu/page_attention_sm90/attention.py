@@ -58,6 +58,7 @@ class PallasPageAttention:
 
 register(
     "page_attention",
+    step=32,
     widest=128,
     features={"varlen", "window", "soft_cap", "sinks", "gqa", "value_dim", "lse"},
 )(PallasPageAttention)

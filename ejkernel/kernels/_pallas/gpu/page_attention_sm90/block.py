@@ -80,7 +80,7 @@ class PagedBlock(QueryBlock):
             for i in range(self.ctx.c.pack)
         ]
 
-    def key_copy(self, source, target, step, part):
+    def key_copies(self, source, target, step, part):
         c, page = self.ctx.c, source.shape[1]
         kv_heads = self.ctx.q.shape[1] // c.group
         last_block = source.shape[0] // kv_heads - 1
@@ -91,7 +91,7 @@ class PagedBlock(QueryBlock):
         needed = place < self.read(LENGTH)
         block = jnp.clip(self.ctx.optional["tables"][self.read(TABLE_ROW), jnp.where(needed, entry, 0)], 0, last_block)
         source = source.at[block * kv_heads + self.kv_head, pl.ds(within, size)]
-        return source, target.at[pl.ds(part * size, size)], needed
+        return [(source, target.at[pl.ds(part * size, size)])], needed
 
     def _seen(self, step):
         """Which of a step's keys any query of the sequence sees: from where, and to where."""
