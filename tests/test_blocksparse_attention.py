@@ -33,8 +33,10 @@ slow = pytest.mark.slow
 
 
 def implementations(*, interpreted):
-    """Parameter ``subject`` of a test; ``interpreted``: the lane of those that an interpreter runs, slow or short."""
+    """Parameter ``subject`` of a test; ``interpreted``: the lane of those that an interpreter runs, slow, short, only or never."""
     found = [s for s in subjects("blocksparse_attention") if s.dtype == "float32"]
+    if interpreted in ("only", "never"):
+        found = [s for s in found if s.interpreted == (interpreted == "only")]
     return pytest.mark.parametrize(
         "subject", [parameter(s, slow=s.interpreted and interpreted == "slow") for s in found]
     )
@@ -158,12 +160,23 @@ def test_several_tiles_a_block(subject, blocks, tiles, mask_heads):
 
 
 @slow
-@each_implementation
+@implementations(interpreted="never")
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_call(subject, data):
+    any_call(subject, data.draw)
+
+
+@slow
+@implementations(interpreted="only")
+@settings(max_examples=3)
+@given(data=st.data())
+def test_any_call_in_an_interpreter(subject, data):
+    any_call(subject, data.draw)
+
+
+def any_call(subject, draw):
     """Values and gradients; the mask traced and not."""
-    draw = data.draw
     q_len, kv_len = draw(st.integers(1, 60)), draw(st.integers(1, 60))
     side = st.none() | st.integers(0, 40)
     kv_heads = draw(st.sampled_from([1, 2]))
@@ -194,7 +207,7 @@ def test_any_call(subject, data):
     assert_close(traced[0], case.expected(arrays)[0], "float32")
 
 
-@each_implementation
+@implementations(interpreted="never")
 @pytest.mark.parametrize("size", [521, *[pytest.param(size, marks=slow) for size in (600, 1030)]])
 def test_blocks_larger_than_a_kernels(subject, size):
     """Cut into parts where they divide: the mask's meaning stays."""

@@ -135,7 +135,7 @@ def both_ways(call, arrays, differentiable):
 SMALL = {"batch": 4, "q_len": 5, "kv_len": 5, "head_dim": 8, "value_dim": 8}
 EVERYTHING = frozenset({"causal", "segments", "sinks", "bias", "mask"})
 BIASES = {0: P("data", "model"), 1: P("model"), 2: P(), 3: P("data"), 4: P(None, "model"), 5: P()}
-MASKS = {0: P("data", "model"), 1: P("data"), 2: P("data"), 3: P(None, "model"), 4: P("data"), 5: P("data", "model")}
+MASKS = {0: P("data", "model"), 1: P("data"), 2: P("data"), 3: P(None, "model"), 4: P("data"), 5: P()}
 HEADS = P("data", None, "model")
 
 

@@ -246,6 +246,12 @@ def test_default_blocks_fit_the_chip_in_float32(chip, kernel, dim, value_dim, fe
     assert over_the_limits(chip, kernel, dim, value_dim, "float32", feature_sets) == []
 
 
+@pytest.mark.parametrize(("chip", "precision"), [(L4, "tf32x3"), (H200, "tf32x3"), (MI300X, "ieee")])
+def test_float32_is_multiplied_on_tensor_cores_where_three_products_are_exact_enough(chip, precision):
+    for kernel in launches(chip, described((), 64, "float32")).values():
+        assert {launch.constants.precision for launch in kernel} == {precision}
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_offsets_that_grow_with_a_tensor_have_64_bits(kernel):

@@ -203,7 +203,10 @@ def partitioned(run: Callable, local: Callable, arguments: Any, names: Any, resu
     flat, tree = jax.tree.flatten(arguments)
     # Its own jit, for custom_partitioning takes no function with constants.
     whole = jax.jit(lambda *flat: run(tree.unflatten(flat)))
-    result = jax.eval_shape(whole, *flat)
+    traced, result = jax.make_jaxpr(whole, return_shape=True)(*flat)
+    if traced.effects:
+        # Those of Mosaic's interpreter: custom_partitioning would lose them.
+        return run(arguments)
     axes = Axes.of(words(names, arguments), words(result_names, result), flat, jax.tree.leaves(result))
 
     def spread(mesh: Mesh, *sides: tuple[Sequence[Words], Sequence[Any]]) -> Assignment:

@@ -14,7 +14,7 @@ from jax import Array
 
 from ejkernel.contracts.params import BwdParams
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.key_block import MASKED, STEP_SHIFT, ListedContext
-from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import unseen_keys
+from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import any_masked, unseen_keys
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import backward_dims, backward_tile
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single_kernel
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
@@ -68,7 +68,7 @@ def _by_kernel(arrays, spec, dout, lse, slope, interpret) -> dict[str, Array]:
         consumers=params.num_warps // WARPS_PER_WARPGROUP,
         step=params.q_blocksize,
         stages=params.num_stages,
-        head=True,
+        head=_any_masked(arrays, spec, params),
         tail=False,
         ascending=False,
         listed=True,
@@ -89,6 +89,13 @@ def _by_kernel(arrays, spec, dout, lse, slope, interpret) -> dict[str, Array]:
     dq = jnp.where(by_row(lists.visits.any(1)), dq * c.scale, 0).astype(dk.dtype)
     found = {"query": dq, "key": dk, "value": dv}
     return {name: x[:, : arrays[name].shape[1], :, : own_dims[name]] for name, x in found.items()}
+
+
+def _any_masked(arrays: dict[str, Any], spec: Any, params: BwdParams) -> bool:
+    """Whether a step may be masked: by pairs, or because the mask's blocks are no multiples of the kernel's."""
+    own = params.q_blocksize, params.kv_blocksize
+    multiples = all(size % part == 0 for size, part in zip(spec.grid.sizes, own, strict=True))
+    return "q_segment_ids" in arrays or any_masked(spec) or not multiples
 
 
 def _without_unseen(arrays: dict[str, Any], spec: Any) -> dict[str, Any]:

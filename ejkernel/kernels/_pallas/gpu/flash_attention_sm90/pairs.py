@@ -167,8 +167,9 @@ def hide(c: KernelConfig, s, bits, row0, column0):
         first, count = (lax.div(column0, jnp.int32(word)), s.shape[1] // word) if words > 1 else (0, 1)
         part = bits[pl.ds(row0, ROWS) if rows > 1 else pl.ds(0, 1), pl.ds(first, count)].astype(jnp.uint32)
         seen = (part[..., None] >> jnp.arange(word, dtype=jnp.uint32)) & 1
-        seen = seen.reshape(part.shape[0], -1)
-        return jnp.where(jnp.broadcast_to(seen if words > 1 else seen[:, :1], s.shape) != 0, s, -jnp.inf)
+        # A single word is of few keys, or of all, and then its bits are the same.
+        seen = jnp.tile(seen.reshape(part.shape[0], -1), (1, -(-s.shape[1] // (count * word))))[:, : s.shape[1]]
+        return jnp.where(jnp.broadcast_to(seen, s.shape) != 0, s, -jnp.inf)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=array_of(s.shape))
     def select(_, s, bits, *first):
