@@ -39,7 +39,8 @@ def effective(shapes: dict[str, Any], spec: Any, params: FwdParams) -> FwdParams
     length, size = spec.grid.lengths[1], spec.grid.sizes[1]
     if size == length:
         return tile
-    step = next(x for x in range(tile.kv_blocksize, 0, -CHUNK) if size % x == 0)
+    # Of blocks that the kernel does not take, 16.
+    step = next((x for x in range(tile.kv_blocksize, 0, -CHUNK) if size % x == 0), CHUNK)
     # Shorter steps leave room for more slots.
     return forward_effective(dataclasses.replace(params, kv_blocksize=step), *dims)
 

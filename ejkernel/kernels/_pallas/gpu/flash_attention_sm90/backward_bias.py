@@ -1,4 +1,4 @@
-"""The gradient of a bias: a kernel whose CTAs each own tiles of it, 128 queries by 64 keys, for all that share them.
+"""The gradient of a bias: a kernel whose CTAs each own a tile of it, 128 queries by 64 keys, for all that share it.
 
 A consumer warpgroup has 64 of the queries and sums the gradients of the tile's logits in registers, over the batch
 entries, heads, queries or keys along which the bias is shared, always in the same order. So nothing is added across
@@ -40,8 +40,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import BACKWARD_CONS
 QUERIES = BACKWARD_CONSUMERS * ROWS
 # Bytes that barriers take.
 RESERVED = 1024
-# Tiles of a CTA, one after another, where each has few visits: the next one's copies run while the last ends.
-TILES = 8
 
 
 def bias_gradient(
@@ -55,15 +53,14 @@ def bias_gradient(
     batch, q_len, heads, _ = query.shape
     whole = batch, heads, -(-q_len // QUERIES), -(-c.kv_len // ROWS)
     own = tuple(size if shared > 1 else 1 for size, shared in zip(whole, bias.shape, strict=True))
-    tiles = min(TILES, own[3]) if own[2] > 1 else 1
     stage = 2 * (QUERIES + ROWS) * (c.dim + c.value_dim)
     stages = max(1, min(2, (SHARED_MEMORY - RESERVED) // stage))
     copies = (BACKWARD_CONSUMERS + 1) * (c.parts + c.value_parts)
     sums = launch(
-        lambda inputs, optional, *refs: _cta(c, whole, own, tiles, inputs, optional, *refs),
+        lambda inputs, optional, *refs: _cta(c, whole, own, inputs, optional, *refs),
         (query, key, value, dout, rows, _visits(ranges, whole, own)),
         optional,
-        grid=(own[1] * -(-own[3] // tiles), own[2], own[0]),
+        grid=(own[1] * own[3], own[2], own[0]),
         out_type=jax.ShapeDtypeStruct((own[0], own[1], own[2] * QUERIES, own[3] * ROWS), _kind(bias)),
         scratch=[
             tile(query.dtype, stages, BACKWARD_CONSUMERS, c.parts, ROWS, c.part),
@@ -107,39 +104,32 @@ def _visits(ranges, whole: tuple[int, ...], own: tuple[int, ...]) -> Array:
     return jnp.asarray(xp.stack(columns, -1), jnp.int32)
 
 
-def _cta(
-    c: WideConfig, whole, own, tiles: int, inputs, optional, out_ref, q_smem, do_smem, k_smem, v_smem, ready, free
-):
+def _cta(c: WideConfig, whole, own, inputs, optional, out_ref, q_smem, do_smem, k_smem, v_smem, ready, free):
     q_ref, k_ref, v_ref, do_ref, rows_ref, visits_ref = inputs
     stages = k_smem.shape[0]
-    own_head, first_tile = divided(lax.axis_index("head"), -(-own[3] // tiles))
-    first_tile = first_tile * tiles
+    own_head, own_key = divided(lax.axis_index("head"), own[3])
     own_query, own_batch, warpgroup = (lax.axis_index(name) for name in ("block", "batch", "warpgroup"))
     batches, heads = (whole[i] // own[i] for i in (0, 1))
-    last_tile = jnp.minimum(first_tile + tiles, own[3])
+    query_block, queries, key_block, keys = (visits_ref[own_query, own_key, i] for i in range(4))
+    total = batches * heads * queries * keys
 
-    def visits(own_key):
-        """How many a tile has, and what says batch entry, head, first query and first key of the ``t``-th."""
-        query_block, queries, key_block, keys = (visits_ref[own_query, own_key, i] for i in range(4))
-
-        def place(t):
-            t, key = lax.div(t, keys), lax.rem(t, keys)
-            t, query = lax.div(t, queries), lax.rem(t, queries)
-            batch, head = divided(t, heads)
-            query0, key0 = (query_block + query) * QUERIES, (key_block + key) * ROWS
-            return own_batch + batch, own_head + head, query0, key0
-
-        return batches * heads * queries * keys, place
+    def place(t):
+        """Batch entry, head, first query and first key of the ``t``-th visit."""
+        t, key = lax.div(t, keys), lax.rem(t, keys)
+        t, query = lax.div(t, queries), lax.rem(t, queries)
+        batch, head = divided(t, heads)
+        query0, key0 = (query_block + query) * QUERIES, (key_block + key) * ROWS
+        return own_batch + batch, own_head + head, query0, key0
 
     @pl.when(warpgroup == BACKWARD_CONSUMERS)
     def _produce():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-        def load(t, place, filled):
+        def load(t, _):
             batch, head, query0, key0 = place(t)
             kv_head = lax.div(head, jnp.int32(c.group))
-            slot = rem(filled, stages)
-            pl.when(filled >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            slot = rem(t, stages)
+            pl.when(t >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
                 for p, columns in enumerate(part_columns(c, source.shape[3])):
                     part = source.at[batch, pl.ds(key0, ROWS), kv_head, columns]
@@ -150,23 +140,17 @@ def _cta(
                         part = source.at[batch, pl.ds(query0 + i * ROWS, ROWS), head, columns]
                         plgpu.copy_gmem_to_smem(part, target.at[slot, i, p], ready.at[slot])
 
-            return filled + 1
-
-        def of_tile(own_key, filled):
-            count, place = visits(own_key)
-            return lax.fori_loop(0, count, lambda t, filled: load(t, place, filled), filled)
-
-        filled = lax.fori_loop(first_tile, last_tile, of_tile, jnp.int32(0))
-        drain(filled, stages, lambda i: free.at[rem(i, stages)])
+        lax.fori_loop(0, total, load, None)
+        drain(total, stages, lambda t: free.at[rem(t, stages)])
 
     @pl.when(warpgroup < BACKWARD_CONSUMERS)
     def _consume():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
-        def visit(t, place, filled, sums):
+        def visit(t, sums):
             batch, head, query0, key0 = place(t)
             row0 = query0 + warpgroup * ROWS
-            slot = rem(filled + t, stages)
+            slot = rem(t, stages)
             plgpu.barrier_wait(ready.at[slot])
 
             def seen():
@@ -190,14 +174,7 @@ def _cta(
 
             return sums + pl.run_scoped(products, SCORES, SCORES)
 
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), plgpu.Layout.WGMMA)
+        sums = lax.fori_loop(0, total, visit, zeros)
         rows = pl.ds(own_query * QUERIES + warpgroup * ROWS, ROWS)
-
-        def of_tile(own_key, filled):
-            count, place = visits(own_key)
-            sums = plgpu.layout_cast(jnp.zeros((ROWS, ROWS), jnp.float32), plgpu.Layout.WGMMA)
-            sums = lax.fori_loop(0, count, lambda t, sums: visit(t, place, filled, sums), sums)
-            columns = pl.ds(own_key * ROWS, ROWS)
-            out_ref.at[own_batch, own_head, rows, columns][...] = sums.astype(out_ref.dtype)
-            return filled + count
-
-        lax.fori_loop(first_tile, last_tile, of_tile, jnp.int32(0))
+        out_ref.at[own_batch, own_head, rows, pl.ds(own_key * ROWS, ROWS)][...] = sums.astype(out_ref.dtype)
