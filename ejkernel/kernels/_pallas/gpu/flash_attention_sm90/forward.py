@@ -20,7 +20,7 @@ block's queries and keys while consumers end the last. Which block is next is in
 A speculative block keeps the softmax reference of its first steps and takes no more maxima. A consumer whose sums then
 exceed a limit sets its retry flag (``Shared.retry``) before it arrives at ``q_free``; the producer then copies the same
 keys again instead of the next block's, and all consumers compute the block once more, with a lazily updated running
-maximum.
+maximum, and so the CTA's later blocks.
 """
 
 from __future__ import annotations
