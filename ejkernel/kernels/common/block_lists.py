@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     index: Any
 
 
-def list_blocks(kept: Array, full: Array) -> Blocks:
+def list_blocks(kept: Array, full: Array | np.ndarray) -> Blocks:
     """Of ``[B|1, H|1, blocks, others]``: each block's list, with room for all others; ``full`` may have fewer dimensions."""
     batch, heads, blocks, others = kept.shape
     place = jnp.arange(others, dtype=jnp.int32)
