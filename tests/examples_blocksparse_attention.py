@@ -98,7 +98,7 @@ EXAMPLES = [
     example("window", sliding_window=(11, 3), features={"window"}, density=0.7, slow_interpreted=False),
     example("segments", segments=True, features={"segments"}, density=0.7),
     example("sinks", sinks=1, features={"sinks", "lse"}, return_lse=True),
-    example("blocks_longer_than_the_arrays", q_len=20, kv_len=30, blocks=(64, 64), features={"cross"}, density=1.0),
+    example("blocks_longer_than_the_arrays", q_len=20, kv_len=30, dim=32, value_dim=32, blocks=(64, 64), features={"cross"}, density=1.0),
     example("everything", q_len=45, kv_len=52, heads=4, value_dim=12, blocks=(16, 8), mask_heads=2, density=0.6, segments=True,
             sinks=3, causal=True, sliding_window=(30, 0), logits_soft_cap=2.0, softmax_scale=0.3, return_lse=True,
             slow_interpreted=False,

@@ -99,7 +99,7 @@ def test_garbage_in_padding_reaches_no_gradient(subject, garbage):
 
 @each_subject("bias")
 def test_rows_with_nothing_to_see_have_no_gradient(subject):
-    x = jnp.ones((1, 8, 2, 4))
+    x = jnp.ones((1, 8, 2, subject.dim(4)), subject.dtype)
     bias = jnp.full((8, 8), -jnp.inf)
 
     def loss(q, k, v, bias):
@@ -132,6 +132,8 @@ def test_unused_bias_gradient_costs_no_memory():
 @pytest.mark.parametrize("sinks", [False, True])
 def test_cotangents_of_rows_with_nothing_to_see_do_not_matter(subject, sinks):
     """The lse of such a row is −inf, so what a caller does with it easily has a cotangent of NaN."""
+    if "float32" not in subject.support.dtypes:
+        pytest.skip("the arrays of this test are float32")
     case = Case("masked", frozenset({"mask", "sinks"} if sinks else {"mask"}), variant=2, group=2)
     arrays, _ = case.make()
     arrays["attention_mask"] = arrays["attention_mask"].at[:, 5].set(False)

@@ -120,7 +120,7 @@ def test_garbage_that_nobody_sees_never_shows(subject, garbage, how):
 
 @each_subject("mask", "sinks", "lse")
 def test_rows_with_nothing_to_see(subject):
-    x = jnp.ones((1, 8, 2, 4))
+    x = jnp.ones((1, 8, 2, subject.dim(4)), subject.dtype)
     mask = jnp.zeros((1, 8), bool)
     out, lse = flash_attention(x, x, x, attention_mask=mask, return_lse=True, platform=subject.platform)
     assert (out == 0).all()
@@ -143,8 +143,8 @@ def test_sinks_of_minus_infinity_are_no_sinks(subject):
 
 @each_subject("dropout")
 def test_dropout_keeps_the_stated_share(subject):
-    x = jnp.zeros((1, 256, 4, 8))
-    values = jnp.ones((1, 256, 4, 8))
+    x = jnp.zeros((1, 256, 4, subject.dim(8)), subject.dtype)
+    values = jnp.ones_like(x)
     kept = flash_attention(x, x, values, dropout_prob=0.25, dropout_seed=2**31 + 5, platform=subject.platform)
     np.testing.assert_allclose(kept.mean(), 1.0, atol=0.01)
     assert kept.std() > 0.01
