@@ -82,10 +82,12 @@ def test_forward(name, tile, capfd):
 @backwards.interpreted
 @pytest.mark.interpreted
 @pytest.mark.slow
-# Of a steep bias almost every row has one weight, and its gradient is what is left of dP less the rounded output's slope.
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "steep bias"])
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), backwards.WIDE], ids=str)
-def test_backward(name, dims, capfd):
+def test_backward(name, dims, capfd, request):
+    if (name, dims) == ("steep bias", (64, 64)):
+        reason = "the bias's gradient is off by 2.1 % of its norm, beside a bound of 1 %; the cause is not established"
+        request.applymarker(pytest.mark.xfail(reason=reason))
     backwards.check_interpreted({**SHAPE, "dims": dims}, CALLS[name], capfd)
 
 
