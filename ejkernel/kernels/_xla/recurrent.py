@@ -24,8 +24,8 @@ from ejkernel.contracts.support import ALL_FLOATS, Backend, Platform, Support, a
 from ejkernel.kernels._xla import cells
 from ejkernel.kernels._xla.bits import from_bits, to_bits
 from ejkernel.kernels._xla.primitives import loop
-from ejkernel.kernels.common.precision import accumulator_dtype
-from ejkernel.kernels.common.varying import full_beside
+from ejkernel.kernels.common import recurrent as common
+from ejkernel.kernels.common.recurrent import dot
 
 # Rows of a product over many steps in the backward: enough to use every core, few enough to stay in the caches.
 ROWS_PER_CHUNK = 1024
@@ -33,10 +33,7 @@ ROWS_PER_CHUNK = 1024
 
 def forward(arrays: dict[str, Any], spec: Any, params: Any) -> tuple:
     """``((outputs [B, S, directions·H], final states each [B, directions, H]), cells [B, S, directions·H] or None)``."""
-    runs = [_Direction(arrays, spec, index).forward() for index in range(len(spec.directions))]
-    outputs, finals, kept = zip(*runs, strict=True)
-    finals = tuple(jnp.stack(states, axis=1) for states in zip(*finals, strict=True))
-    return (_join(outputs), finals), None if kept[0] is None else _join(kept)
+    return common.forward(spec, lambda index: _Direction(arrays, spec, index))
 
 
 def backward(
@@ -50,62 +47,15 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, Any]:
     """Gradients of inputs, hidden and weights, from the outputs and the LSTM's cells."""
-    count = len(spec.directions)
-    outputs, douts = _parts(out[0], count), _parts(dout[0], count)
-    kept = [None] * count if residual is None else _parts(residual, count)
-    dinputs, dhidden, dweights = None, [], {}
-    for index in range(count):
-        direction = _Direction(arrays, spec, index)
-        dfinal = tuple(state[:, index] for state in dout[1])
-        dx, dstates, dw = direction.backward(outputs[index], kept[index], douts[index], dfinal, wanted)
-        dinputs = dx if dinputs is None else dinputs + dx
-        dhidden.append(dstates)
-        dweights.update(dw)
-    grads: dict[str, Any] = {}
-    if "inputs" in wanted:
-        grads["inputs"] = dinputs.astype(arrays["inputs"].dtype)
-    if "hidden" in wanted:
-        stacked = (jnp.stack(states, axis=1) for states in zip(*dhidden, strict=True))
-        grads["hidden"] = jax.tree.map(lambda new, like: new.astype(like.dtype), tuple(stacked), arrays["hidden"])
-    if "weights" in wanted:
-        grads["weights"] = {name: dweights[name][None].astype(w.dtype) for name, w in arrays["weights"].items()}
-    return grads
+    return common.backward(arrays, spec, lambda index: _Direction(arrays, spec, index), out, residual, dout, wanted)
 
 
-class _Direction:
-    """One pass over the sequence, from its start or from its end."""
+class _Direction(common.Direction):
+    """A pass whose loop is XLA's."""
 
     def __init__(self, arrays: dict[str, Any], spec: Any, index: int):
-        inputs = arrays["inputs"]
-        self.like, self.dtype = inputs, inputs.dtype
-        self.acc = accumulator_dtype(inputs)
-        self.batch, self.steps, _ = inputs.shape
-        self.from_end = spec.directions[index]
+        super().__init__(arrays, spec, index)
         self.cell = cells.make(spec)
-        self.lengths = arrays["lengths"] if "lengths" in arrays else None
-        self.suffix = "_reverse" if index else ""
-        self.weights = {
-            name.removesuffix(self.suffix): w[0]
-            for name, w in arrays["weights"].items()
-            if name.endswith("_reverse") == bool(index)
-        }
-        self.hidden = self.weights["weight_hh"].shape[1]
-        self.start = tuple(state[:, index].astype(self.acc) for state in arrays.get("hidden", ()))
-        if not self.start:
-            self.start = (self.zeros((self.batch, self.hidden)),) * self.cell.states
-        # Padding may hold anything, NaN included.
-        self.inputs = self.blank(inputs)
-
-    def zeros(self, shape: tuple[int, ...], dtype: Any = None) -> Array:
-        """Zeros in the accumulators' dtype, to be a loop's carry."""
-        return full_beside(self.like, shape, 0, dtype or self.acc)
-
-    def blank(self, array: Array) -> Array:
-        """``[B, S, ...]`` with zeros past the end of each sequence."""
-        if self.lengths is None:
-            return array
-        alive = jnp.arange(self.steps, dtype=jnp.int32) < self.lengths[:, None]
-        return jnp.where(jnp.expand_dims(alive, tuple(range(2, array.ndim))), array, 0)
 
     def gates(self, projected: Array, bias: Array | None, t: Array | None = None) -> tuple[Array, ...]:
         """The gates of a projection ``[..., g]`` with its bias, each ``[..., H]``; given ``t``, of that step alone.
@@ -135,14 +85,14 @@ class _Direction:
 
     def forward(self) -> tuple:
         """Outputs, final states and, for an LSTM, the cell of every step."""
-        zx = _dot(self.inputs, self.weights["weight_ih"], -1, self.acc)
+        zx = dot(self.inputs, self.weights["weight_ih"], -1, self.acc)
         # The transpose is made once: folded into the loop's product it costs a fifth of the time (CPU, jax 0.10).
         w_hh = lax.optimization_barrier(self.weights["weight_hh"].T)
 
         def step(i, carry):
             state, outputs, kept = carry
             t = self.time(i)
-            zh = _dot(state[0].astype(self.dtype), w_hh, 0, self.acc)
+            zh = dot(state[0].astype(self.dtype), w_hh, 0, self.acc)
             gates = self.gates(zx, self.weights.get("bias_ih"), t), self.gates(zh, self.weights.get("bias_hh"))
             if self.cell.additive:
                 gates = (tuple(x + h for x, h in zip(*gates, strict=True)),)
@@ -157,17 +107,6 @@ class _Direction:
         start = (self.start, to_bits(self.zeros(rows, self.dtype)), kept)
         state, outputs, kept = loop(self.steps, step, start)
         return from_bits(outputs, self.dtype), tuple(s.astype(self.dtype) for s in state), kept[0] if kept else None
-
-    def before(self, array: Array, start: Array) -> Array:
-        """The hidden states that each step started from, given those it ended with."""
-        start = start.astype(array.dtype)[:, None]
-        if not self.from_end:
-            return jnp.concatenate([start, array[:, :-1]], axis=1)
-        shifted = jnp.concatenate([array[:, 1:], start], axis=1)
-        if self.lengths is None:
-            return shifted
-        last = jnp.arange(self.steps, dtype=jnp.int32) == self.lengths[:, None] - 1
-        return jnp.where(last[..., None], start, shifted)
 
     def cell_before(self, kept: Array, t: Array) -> Array:
         """The cell that step ``t`` started from."""
@@ -204,7 +143,7 @@ class _Direction:
                 _, pull = jax.vjp(self.cell.step, *gates, before)
                 *dgates, rest = pull((dstate[0] + _at(dout, t).astype(self.acc), *dstate[1:]))
                 new = tuple(jnp.concatenate(dz, axis=-1) for dz in dgates)
-                through = _dot(new[-1].astype(self.dtype), self.weights["weight_hh"], 0, self.acc)
+                through = dot(new[-1].astype(self.dtype), self.weights["weight_hh"], 0, self.acc)
                 new = self.only_alive(t, new, tuple(jnp.zeros_like(dz) for dz in new))
                 dzs = tuple(_put(buffer, dz, t - begin) for buffer, dz in zip(dzs, new, strict=True))
                 return self.only_alive(t, (rest[0] + through, *rest[1:]), dstate), dzs
@@ -232,7 +171,7 @@ class _Direction:
         halves = [dz.astype(self.dtype) for dz in flat]
         grads = dict(grads)
         if "inputs" in grads:
-            dx = _dot(halves[0], self.weights["weight_ih"], 0, self.acc).reshape(self.batch, size, -1)
+            dx = dot(halves[0], self.weights["weight_ih"], 0, self.acc).reshape(self.batch, size, -1)
             old = lax.dynamic_slice_in_dim(grads["inputs"], begin, size, axis=1)
             grads["inputs"] = lax.dynamic_update_slice_in_dim(grads["inputs"], old + dx, begin, axis=1)
         for name, index, factor in (("ih", 0, self.inputs), ("hh", -1, h_before)):
@@ -258,7 +197,7 @@ class _Direction:
             rows = [lax.dynamic_slice_in_dim(factor, begin, size, axis=1) for factor in factors]
             if self.cell.additive:
                 rows = [jnp.concatenate(rows, axis=-1)]
-            return [_dot(row, matrix, -1, self.acc) for row, matrix in zip(rows, matrices, strict=True)]
+            return [dot(row, matrix, -1, self.acc) for row, matrix in zip(rows, matrices, strict=True)]
 
         return project, biases
 
@@ -269,14 +208,7 @@ def _outer(dz: Array, left: Array, dtype: Any) -> Array:
     The smaller factor is transposed, and the result: barriers keep XLA from making one product of it that contracts the
     first axis of both, which a CPU runs at half speed.
     """
-    return lax.optimization_barrier(_dot(lax.optimization_barrier(left.T), dz, 0, dtype)).T
-
-
-def _dot(a: Array, b: Array, contract_b: int, dtype: Any) -> Array:
-    """The product over the last axis of ``a``."""
-    precision = lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else None
-    dims = (((a.ndim - 1,), (contract_b % b.ndim,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
+    return lax.optimization_barrier(dot(lax.optimization_barrier(left.T), dz, 0, dtype)).T
 
 
 def _at(array: Array, t: Array) -> Array:
@@ -285,14 +217,6 @@ def _at(array: Array, t: Array) -> Array:
 
 def _put(array: Array, row: Array, t: Array) -> Array:
     return lax.dynamic_update_index_in_dim(array, row, t, axis=1)
-
-
-def _join(parts: Any) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-
-
-def _parts(array: Array, count: int) -> list[Array]:
-    return [array] if count == 1 else jnp.split(array, count, axis=-1)
 
 
 class XlaRecurrent:
