@@ -1,6 +1,6 @@
 """The calls of attention that models make, on a GPU, beside the best peers: forward, and forward + backward.
 
-    python benchmarks/models_gpu.py --out FILE [--peers DIR] [--fa4 DIR] [--only NAME,…] [--missing] [--budget SECONDS]
+    python benchmarks/models_gpu.py --out FILE [--peers DIR] [--fa4 DIR] [--only NAME,…] [--missing] [--processes N]
 
 `models_calls.py` lists the calls; `plot_models.py` draws what this writes, and `docs/generate.py` makes a table of it.
 bfloat16. All implementations of a call get the same arrays and are timed together: bursts in random order, each after a
@@ -11,7 +11,8 @@ of the last batch entry or, where a gradient sums over the batch, of all.
 A peer that cannot do a call, or one direction of it, is noted with its reason; one whose result is wrong does not
 count. tokamax is its Mosaic kernel or, where that refuses, its Triton kernel; FlashAttention-4 gets lengths in place of
 a padding mask, which it does not take. FILE is written after every call. With --only or --missing the other calls in it
-stay.
+stay. Most of the time goes into compiling, on few cores: --processes divides the calls among processes, of which one at a time
+measures.
 """
 
 import argparse
@@ -19,12 +20,14 @@ import contextlib
 import datetime
 import functools
 import json
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attention_child as child
+import filelock
 import numpy as np
 from attention_float64 import in_blocks, relative_errors
 from models_calls import CALLS, words
@@ -279,6 +282,26 @@ def lost(row):
     return any(word in notes for word in child.FATAL)
 
 
+def known_rows(path):
+    """The calls that a file has, by name."""
+    return {row["name"]: row for row in json.loads(path.read_text())["calls"]} if path.exists() else {}
+
+
+def divided(options):
+    """Runs this script in several processes, each with some of the calls."""
+    left = [name for name in options.only if not (options.missing and name in known_rows(options.out))]
+    if not options.missing and options.only == list(CALLS):
+        options.out.unlink(missing_ok=True)
+    given = {"out": options.out, "peers": options.peers, "fa4": options.fa4, "rounds": options.rounds}
+    given |= {"budget": options.budget, "threads": max(1, options.threads // options.processes)}
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    flags += ["--skip-peers"] * options.skip_peers
+    parts = [left[i :: options.processes] for i in range(options.processes)]
+    command = [sys.executable, __file__, *flags, "--missing"]
+    started = [subprocess.Popen([*command, f"--only={','.join(part)}"]) for part in parts if part]
+    return max([process.wait() for process in started], default=0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -290,9 +313,12 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=460.0, help="seconds after which no call is begun")
     parser.add_argument("--threads", type=int, default=14, help="that compile; 1 if they crash")
+    parser.add_argument("--processes", type=int, default=1, help="that compile")
     options = parser.parse_args()
     if unknown := set(options.only) - set(CALLS):
         parser.error(f"no such call: {', '.join(sorted(unknown))}; there are {', '.join(CALLS)}")
+    if options.processes > 1:
+        sys.exit(divided(options))
     child.add_peers(options.peers, options.fa4)
     names = [OURS]
     if not options.skip_peers:
@@ -303,9 +329,9 @@ def main():
     begin = time.monotonic()
     versions = {name: version for name, version in child.versions().items() if name != "ejkernel"}
     result = {"device": jax.devices()[0].device_kind, "versions": versions, "calls": []}
-    rows = {}
-    if options.out.exists() and (options.missing or options.only != list(CALLS)):
-        rows = {row["name"]: row for row in json.loads(options.out.read_text())["calls"]}
+    keep = options.missing or options.only != list(CALLS)
+    rows = known_rows(options.out) if keep else {}
+    lock = filelock.FileLock(f"{options.out}.lock")
     for name in names:
         with contextlib.suppress(Exception):  # modules are imported by one thread
             child.attention_of(VARIANTS.get(name, (name,))[0])
@@ -318,11 +344,13 @@ def main():
         for name, (programs, reference) in zip(group, works, strict=True):
             if time.monotonic() - begin > options.budget:
                 break
-            rows[name] = measured(name, programs, reference, names, options.rounds)
+            with lock:
+                row = measured(name, programs, reference, names, options.rounds)
+                rows = {**rows, **(known_rows(options.out) if keep else {}), name: row}
+                result["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+                result["calls"] = [rows[known] for known in CALLS if known in rows]
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
             left.remove(name)
-            result["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
-            result["calls"] = [rows[known] for known in CALLS if known in rows]
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
             print(f"{time.monotonic() - begin:5.0f} s  {name}  {progress(rows[name])}", flush=True)
             if lost(rows[name]):
                 sys.exit(f"the device is lost; go on with --missing, {len(left)} calls are left")

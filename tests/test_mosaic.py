@@ -157,9 +157,11 @@ def test_interpreted_with_other_tiles(tile, capfd):
     ),
 )
 @pytest.mark.parametrize("tile", some([(128, 64, 8, 2), (192, 48, 12, 3)], (128, 64, 8, 2)), ids=str)
-def test_a_persistent_cta_computes_several_blocks(name, tile, capfd, monkeypatch):
+@pytest.mark.parametrize("speculative", some([False, True], False))
+def test_a_persistent_cta_computes_several_blocks(name, tile, speculative, capfd, monkeypatch):
     """There is one for each multiprocessor; of two, each has several blocks."""
     monkeypatch.setattr(mosaic, "CTAS", 2)
+    monkeypatch.setattr(mosaic, "SPECULATIVE_STEPS", 0 if speculative else 1000)
     shape, options = CALLS[name]
     interpreted(inputs(**shape), options, tile_of(*tile), capfd)
 
@@ -191,6 +193,7 @@ def retries(monkeypatch):
 
     monkeypatch.setattr(forward_consumer, "request_retry", recorded)
     monkeypatch.setattr(mosaic, "CTAS", 2)
+    monkeypatch.setattr(mosaic, "SPECULATIVE_STEPS", 0)
     return found
 
 

@@ -54,7 +54,7 @@ FORWARD: dict[str, dict[int, Tiles]] = {
 KEYS: dict[str, dict[int, Tiles]] = {
     "hopper": {
         64: ((64, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2)),
-        128: ((32, 128, 8, 2), (32, 64, 8, 2), (32, 128, 8, 2), (16, 32, 4, 1)),
+        128: ((32, 64, 4, 3), (32, 64, 8, 2), (32, 128, 8, 2), (16, 32, 4, 1)),
         256: ((16, 128, 8, 3), (16, 128, 8, 3), (16, 128, 8, 3), (16, 16, 4, 1)),
     },
     "blackwell": {
@@ -116,7 +116,8 @@ FLOAT32: dict[int, tuple[Tiles, Tiles, Tiles]] = {
 # Hopper's tensor cores read operands from shared memory, which leaves registers for larger tiles.
 FLOAT32_ON_HOPPER: dict[int, tuple[Tiles, Tiles, Tiles]] = {
     **FLOAT32,
-    64: (((128, 64, 8, 2), (16, 32, 4, 1)), ((32, 32, 4, 1), (16, 16, 4, 1)), ((64, 32), (16, 16))),
+    64: (((128, 64, 8, 2), (16, 32, 4, 1)), ((32, 32, 4, 1), (16, 16, 4, 1)), ((64, 64), (16, 16))),
+    128: (((32, 32, 4, 2), (16, 32, 8, 1)), ((32, 32, 8, 1), (16, 16, 8, 1)), ((32, 32), (16, 16))),
 }
 # Worth trying on Hopper beside the defaults; some spill a few registers and are fastest all the same.
 FLOAT32_HOPPER_FORWARD = {
@@ -141,7 +142,7 @@ HOPPER_FORWARD = {
 }
 HOPPER_KEYS = {
     64: ((128, 64, 4, 2), (64, 64, 4, 3), (32, 128, 4, 3)),
-    128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+    128: ((32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2)),
     256: ((32, 128, 8, 2), (64, 128, 8, 1)),
 }
 HOPPER_QUERIES = {

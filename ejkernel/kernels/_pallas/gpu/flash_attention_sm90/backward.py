@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -43,8 +42,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import (
     Shared,
     shared_memory,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import by_tiles
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import modulo
 from ejkernel.kernels.common.varying import vary_as, varying_axes
 
@@ -91,10 +89,7 @@ def call(
 
     slices = batch * kv_heads * c.parts
     together = heads_together(c, slices, q_len * c.group * (4 * c.dim + 2 * c.dim + 2 * c.value_dim))
-    dq_shape = (batch, q_len, heads, c.squares * ROWS)
-    tensors = query, key, value, dout
-    if c.panel and not c.interpreted:
-        tensors = tuple(map(by_tiles, tensors))
+    dq_shape = (batch, q_len + -q_len % CORE_ROWS, heads, c.squares * ROWS)
 
     def of_keys(like):
         if c.parts == 1:
@@ -106,8 +101,8 @@ def call(
         entry,
         out_type=(
             jax.ShapeDtypeStruct((blocks, *dq_shape) if c.interpreted else dq_shape, jnp.float32),
-            of_keys(tensors[1]),
-            of_keys(tensors[2]),
+            of_keys(key),
+            of_keys(value),
         ),
         scratch_types=list(shared_memory(c, query.dtype)),
         # The last is the fastest: blocks of keys start in order, each after all that it may wait for.
@@ -120,10 +115,7 @@ def call(
         ),
         **({"interpret": interpret} if interpret else {}),
     )
-    dq, dk, dv = vary_as(run(*tensors, rows, table, visitors, *optional.values()), query)
-    if c.panel:
-        dk, dv = dk.reshape(key.shape), dv.reshape(value.shape)
-    return dq, dk, dv
+    return vary_as(run(query, key, value, dout, rows, table, visitors, *optional.values()), query)
 
 
 def _cta(
@@ -171,8 +163,8 @@ def _cta(
 
 
 def _counters(c: BackwardConfig, q_ref) -> tuple[int, int, int]:
-    batch, *rows, heads, _ = q_ref.shape
-    return batch, heads, -(-math.prod(rows) // c.step)
+    batch, rows, heads, _ = q_ref.shape
+    return batch, heads, -(-rows // c.step)
 
 
 def _produce(ctx: Context):
@@ -180,14 +172,13 @@ def _produce(ctx: Context):
     c, inputs, shared = ctx.c, ctx.inputs, ctx.shared
     begin, _, _, steps = ctx.loop()
     total = steps * c.group
-    for r in range(c.consumers if c.panel else 0):
+    for r in range(c.consumers if c.in_panels else 0):
         squares = [(shared.k, (r, h), h * ROWS) for h in range(c.squares)]
-        tail = [(shared.k_tail, r, ROWS)] if shared.k_tail is not None else []
         values = (shared.v, r, 0), (shared.v_tail, r, ROWS)
-        for array, targets in ((inputs.k, squares + tail), (inputs.v, values)):
+        for array, targets in ((inputs.k, [*squares, (shared.k_tail, r, ROWS)]), (inputs.v, values)):
             for pair in ctx.panel_copies(array, ctx.key_row(r), ROWS, ctx.kv_head, *targets):
                 plgpu.copy_gmem_to_smem(*pair, shared.kv_ready)
-    for r in range(0 if c.panel else c.consumers):
+    for r in range(0 if c.in_panels else c.consumers):
         keys = (ctx.batch, pl.ds(ctx.key_row(r), ROWS), ctx.kv_head)
         for h in range(c.dim // ROWS):
             plgpu.copy_gmem_to_smem(inputs.k.at[(*keys, pl.ds(h * ROWS, ROWS))], shared.k.at[r, h], shared.kv_ready)
@@ -199,7 +190,7 @@ def _produce(ctx: Context):
         rows = (ctx.batch, pl.ds(row0, c.step), head)
         if wait:
             plgpu.barrier_wait(shared.free.at[slot])
-        if c.panel:
+        if c.in_panels:
             for array, parts in ((inputs.q, (shared.q, shared.q_tail)), (inputs.do, (shared.do, shared.do_tail))):
                 targets = (parts[0], slot, 0), (parts[1], slot, ROWS)
                 for pair in ctx.panel_copies(array, row0, c.step, head, *targets):
@@ -208,7 +199,7 @@ def _produce(ctx: Context):
             plgpu.copy_gmem_to_smem(inputs.q.at[rows], shared.q.at[slot], shared.ready.at[slot])
         vectors = inputs.rows.at[ctx.batch, head, pl.ds(0, 2), pl.ds(row0, c.step)]
         plgpu.copy_gmem_to_smem(vectors, shared.rows.at[slot], shared.ready.at[slot])
-        if not c.panel:
+        if not c.in_panels:
             plgpu.copy_gmem_to_smem(inputs.do.at[rows], shared.do.at[slot], shared.ready.at[slot])
 
     prologue = jnp.minimum(total, c.stages)

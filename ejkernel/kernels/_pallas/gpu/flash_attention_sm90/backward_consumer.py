@@ -37,9 +37,7 @@ def consume(ctx: Context, warpgroup):
 
     def along_columns(ref, tail, at):
         """The parts of what lies in shared memory, 64 columns at most each, or none where a product takes them all."""
-        if c.panel:
-            return [ctx.for_products(part).at[at] for part in (ref, tail)]
-        return [ref.at[at]]
+        return [ctx.for_products(part).at[at] for part in (ref, tail) if part is not None]
 
     def store_ds(t, ds):
         slot = modulo(t, c.slots)
@@ -242,7 +240,7 @@ def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
     What other CTAs add to stays in float32, for which that has no room: registers are stored.
     """
     c, shared = ctx.c, ctx.shared
-    if c.panel:
+    if c.in_panels:
         _store_panels(ctx, warpgroup, key0, dk_acc, dv_acc)
         return
     [dk_acc], [dv_acc] = dk_acc, dv_acc
@@ -267,11 +265,12 @@ def _store(ctx: Context, warpgroup, key0, dk_acc, dv_acc):
 def _store_panels(ctx: Context, warpgroup, key0, dk_accs, dv_accs):
     """The same of heads in panels: TMA leaves out the columns that a head does not have."""
     c, shared = ctx.c, ctx.shared
-    tail = (shared.k, (warpgroup, 1), ROWS) if shared.k_tail is None else (shared.k_tail, warpgroup, ROWS)
+    in_squares = shared.k_tail is None and c.panel
+    tail = (shared.k, (warpgroup, 1), ROWS) if in_squares else (shared.k_tail, warpgroup, ROWS)
     of_keys = (shared.k, (warpgroup, 0), 0), tail
     of_values = (shared.v, warpgroup, 0), (shared.v_tail, warpgroup, ROWS)
     for accs, targets, factor in ((dv_accs, of_values, 1 / (1 - c.dropout)), (dk_accs, of_keys, c.scale)):
-        for acc, (ref, at, _) in zip(accs, targets, strict=True):
+        for acc, (ref, at, _) in zip(accs, targets, strict=False):
             values = acc[...] if factor == 1 else acc[...] * factor
             ctx.for_products(ref).at[at][...] = values.astype(ctx.inputs.k.dtype)
     plgpu.commit_smem()

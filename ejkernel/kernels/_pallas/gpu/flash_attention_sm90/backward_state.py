@@ -50,7 +50,12 @@ class BackwardConfig(KernelConfig):
     @property
     def panel(self) -> int | None:
         """Columns of a head's second panel, where it has panels."""
-        return tail_of(self.dim)
+        return tail_of(self.dim, self.whole_rows)
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether copies are by panels: the first 64 columns of a head, and those behind if there are any."""
+        return self.panel is not None or not self.whole_rows
 
     @property
     def squares(self) -> int:
@@ -148,8 +153,8 @@ def shared_memory(c: BackwardConfig, dtype) -> Shared:
     def tail(*shape):
         return panel(*shape, c.panel) if c.panel else None
 
-    of_head = panel if c.panel else tile
-    columns, value_columns = (ROWS, ROWS) if c.panel else (c.dim, c.value_dim)
+    of_head = panel if c.in_panels else tile
+    columns, value_columns = (ROWS, ROWS) if c.in_panels else (c.dim, c.value_dim)
     key_tail = c.panel is not None and c.panel < ROWS
     return Shared(
         k=of_head(c.consumers, c.squares, ROWS, ROWS),  # in squares: read by rows of keys and by columns
@@ -215,15 +220,17 @@ class Context(NamedTuple):
 
     def for_products(self, ref):
         """Shared memory of a head, as products take it."""
-        return ref[0] if self.c.panel and not self.c.interpreted else ref
+        return ref[0] if self.c.in_panels and not self.c.interpreted else ref
 
     def panel_copies(self, array, row, rows: int, head, *targets):
         """Pairs of what is copied, rows of a head in global memory by panels, and of their shared memory.
 
-        A target: what a panel lies in, where in it, and the panel's first column.
+        A target: what a panel lies in, or None, where in it, and the panel's first column.
         """
         pairs = []
         for ref, at, column in targets:
+            if ref is None:
+                continue
             part = (ref if self.c.interpreted else ref[1]).at[at]
             pairs.append((columns_of(array, self.batch, row, rows, head, column, part.shape[-1]), part))
         return pairs

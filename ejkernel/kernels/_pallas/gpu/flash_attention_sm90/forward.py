@@ -47,17 +47,15 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import (
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import pair_arrays, word_size
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import by_tiles
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import forward_effective, narrow
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
     ROWS,
     WARPS_PER_WARPGROUP,
+    has_whole_rows,
     key_intervals,
     longest_first,
     mask_vectors,
-    pad_rows,
-    panel_of,
     segment_ids,
     statics,
 )
@@ -67,6 +65,9 @@ from ejkernel.kernels.common.varying import vary_as, varying_axes
 # CTAs of a persistent kernel, at most: the multiprocessors of the largest Hopper. On a smaller one the last of them
 # start when others are done, and find the queue empty.
 CTAS = 132
+# Steps from which on blocks are computed speculatively. Until it is known whether a block must be repeated, the next one's
+# first keys cannot be copied: short blocks would wait longer for those than they save.
+SPECULATIVE_STEPS = 16
 # By consumers. Four warpgroups of 128 threads share 65536 registers.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = {1: 24, 2: 24, 3: 32}
@@ -82,7 +83,7 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     params = forward_effective(params, query.shape[3], value.shape[3])
     block, step = params.q_blocksize, params.kv_blocksize
     consumers = params.num_warps // WARPS_PER_WARPGROUP
-    table, (head, full, tail) = _step_table(arrays, spec, block, step)
+    table, (head, full, tail), most_steps = _step_table(arrays, spec, block, step)
     # Vectors are read in whole blocks, past the last row too.
     ends = table.shape[1] * block, kv_len + step
     optional = {**mask_vectors(arrays, *ends), **pair_arrays(arrays, *ends, word_size(step), copy=bool(interpret))}
@@ -102,14 +103,18 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         persistent=small,
         clears="padding" in arrays,
         # Float16 weights above 1 may overflow. With a bias or a mask a row's first logits say little of the later ones.
-        speculative=small and value.dtype == jnp.bfloat16 and not {"bias", "attention_mask"} & arrays.keys(),
+        speculative=small
+        and value.dtype == jnp.bfloat16
+        and not {"bias", "attention_mask"} & arrays.keys()
+        and most_steps >= SPECULATIVE_STEPS,
         head=head,
         full=full,
         tail=tail,
+        whole_rows=has_whole_rows(q_len, kv_len),
         interpreted=bool(interpret),
     )
-    out, lse = call(c, *map(pad_rows, (query, key, value)), table, optional, interpret=interpret)
-    return out[:, :q_len], lse[..., :q_len]
+    out, lse = call(c, query, key, value, table, optional, interpret=interpret)
+    return out, lse[..., :q_len]
 
 
 def any_in_step(flags: Array, step: int) -> Array:
@@ -119,8 +124,11 @@ def any_in_step(flags: Array, step: int) -> Array:
     return lax.reduce_window(eights, np.int32(0), lax.max, (1, window), (1, 1), ((0, 0), (0, window - 1)))
 
 
-def _step_table(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[Array, list[bool]]:
-    """The steps of all blocks of queries; whether any has masked steps at first, unmasked ones, masked ones at last."""
+def _step_table(arrays: dict[str, Array], spec: Any, block: int, step: int) -> tuple[Array, list[bool], int]:
+    """The steps of all blocks of queries; whether any has masked steps at first, unmasked ones, masked ones at last.
+
+    And how many steps a block has at most, as far as is known without data.
+    """
     start, stop = key_intervals(arrays, spec)
     ranges = visibility.key_ranges(start, stop, segment_ids(arrays), block, arrays["key"].shape[1], shifted=False)
     # A step of a mask begins with a whole word of it.
@@ -128,7 +136,9 @@ def _step_table(arrays: dict[str, Array], spec: Any, block: int, step: int) -> t
     plan = visibility.plan_walk(ranges._replace(begin=ranges.begin // unit * unit), step, 1, False)
     plan = complete(plan)
     counts = plan.head, plan.full, plan.tail
-    return longest_first(plan), [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts]
+    static = isinstance(plan.head, np.ndarray)
+    most = int(sum(counts).max()) if static else -(-arrays["key"].shape[1] // step)
+    return longest_first(plan), [not isinstance(x, np.ndarray) or bool(x.any()) for x in counts], most
 
 
 def complete(plan: visibility.Walk) -> visibility.Walk:
@@ -156,8 +166,7 @@ def call(c: ForwardConfig, query, key, value, table, optional: dict[str, Any], *
     )
     # The last axis is the fastest: blocks of a head, which read the same keys, are computed at the same time.
     grid = {"head": heads, "block": blocks, "batch": batch}
-    tensors = (x if panel_of(x.shape[3]) is None else by_tiles(x) for x in (query, key, value))
-    return launch(c, (*tensors, table), optional, results, grid, QueryBlock, interpret=interpret)
+    return launch(c, (query, key, value, table), optional, results, grid, QueryBlock, interpret=interpret)
 
 
 def launch(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, QueryBlock
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import copies_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import copies_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import store_scalar, take_item
 
 
@@ -20,22 +20,30 @@ def produce_all(ctx: Context, counter):
         for i in range(c.consumers):
             act(i)
 
+    def wait_for_free_queries():
+        each(lambda i: plgpu.barrier_wait(shared.q_free.at[i]))
+
     def one(carry):
         item, nth, filled, parity = carry
         block = ctx.block(item)
-        each(lambda i: load_queries(ctx, block, i))
-        filled = produce(ctx, block, filled)
+
+        def queries():
+            if not c.speculative:
+                pl.when(nth > 0)(wait_for_free_queries)
+            each(lambda i: load_queries(ctx, block, i))
+
+        filled = produce(ctx, block, filled, queries)
         # Consumers read the other ``item`` before they freed the last block's queries.
         upcoming = take_item(c, counter, shared.item.at[1 - parity], item)
-        each(lambda i: plgpu.barrier_wait(shared.q_free.at[i]))
         if c.speculative:
+            wait_for_free_queries()
             retry = ctx.retry_requested(nth)
 
             @pl.when(retry)
             def _():
                 each(lambda i: signal_queries(ctx, i))
                 produce(ctx, block, filled)
-                each(lambda i: plgpu.barrier_wait(shared.q_free.at[i]))
+                wait_for_free_queries()
 
             retry = retry.astype(jnp.int32)
             filled, nth = filled + retry * (block.steps + 1), nth + retry
@@ -46,7 +54,9 @@ def produce_all(ctx: Context, counter):
             store_scalar(c, shared.retry.at[i], -1)
     item = take_item(c, counter, shared.item.at[0], None)
     zero = jnp.int32(0)
-    _, _, filled, _ = lax.while_loop(lambda carry: carry[0] < ctx.items, one, (item, zero, zero, zero))
+    _, count, filled, _ = lax.while_loop(lambda carry: carry[0] < ctx.items, one, (item, zero, zero, zero))
+    if not c.speculative:
+        pl.when(count > 0)(wait_for_free_queries)
     each(lambda i: signal_queries(ctx, i))
     drain(ctx, filled)
 
@@ -59,12 +69,15 @@ def load_queries(ctx: Context, block: QueryBlock, warpgroup):
 
 def signal_queries(ctx: Context, warpgroup):
     """In place of a copy of a consumer's queries."""
-    for _ in range(ctx.c.pack * copies_of(ctx.c.dim)):
+    for _ in range(ctx.c.pack * copies_of(ctx.c.dim, ctx.c.head_panel)):
         plgpu.barrier_arrive(ctx.shared.q_ready.at[warpgroup])
 
 
-def produce(ctx: Context, block: QueryBlock, filled):
-    """Copies a block's keys and values; ``filled``: how many slots the CTA has filled, before and after."""
+def produce(ctx: Context, block: QueryBlock, filled, queries=lambda: None):
+    """Copies a block's keys and values; ``filled``: how many slots the CTA has filled, before and after.
+
+    ``queries``: what copies its queries, which may wait until the last block's are read: the first keys do not.
+    """
     c, shared = ctx.c, ctx.shared
     steps = block.steps
 
@@ -91,15 +104,15 @@ def produce(ctx: Context, block: QueryBlock, filled):
         else:
             lax.fori_loop(0, c.copies, one, None)
 
-    def load(i, wait):
+    def load(i):
         slot = ctx.slot(filled + i)
         keys = ctx.k, shared.k.at[slot], shared.k_free, i, c.key_copies
         values = ctx.v, shared.v.at[slot], shared.v_free, i - 1, c.value_copies
         ready = shared.ready.at[slot]
         padded = block.has_padding(i - 1) if c.clears else None
         for source, target, free, step, copies in (keys, values):
-            if wait:
-                plgpu.barrier_wait(free.at[slot])
+            # The CTA's first slots are free without a wait.
+            pl.when(filled + i >= c.stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
             some = (step >= 0) & (step < steps)
 
             @pl.when(some)
@@ -121,16 +134,9 @@ def produce(ctx: Context, block: QueryBlock, filled):
 
             pl.when(~some)(lambda copies=copies: arrive(ready, copies))
 
-    def first(i, _):
-        load(i, wait=False)
-
-    def later(i, _):
-        load(i, wait=True)
-
-    # The CTA's first slots are free without a wait.
-    prologue = jnp.clip(c.stages - filled, 0, steps + 1)
-    lax.fori_loop(0, prologue, first, None)
-    lax.fori_loop(prologue, steps + 1, later, None)
+    load(jnp.int32(0))
+    queries()
+    lax.fori_loop(1, steps + 1, lambda i, _: load(i), None)
     return filled + steps + 1
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import head_copies, panels
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig, copies_of, panel_of
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import copies_of, head_copies, panels
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
     WHOLE,
@@ -67,11 +67,11 @@ class ForwardConfig(KernelConfig):
     @property
     def key_copies(self) -> int:
         """Copies of a step's keys; those of values are ``value_copies``."""
-        return self.copies * copies_of(self.dim)
+        return self.copies * copies_of(self.dim, self.head_panel)
 
     @property
     def value_copies(self) -> int:
-        return self.copies * copies_of(self.value_dim)
+        return self.copies * copies_of(self.value_dim, self.value_panel)
 
     @property
     def factor(self) -> float:
@@ -108,21 +108,21 @@ def shared_memory(c: ForwardConfig, dtype) -> Shared:
     def tile(*shape):
         return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1]))
 
-    def of_head(*shape):
-        return panels(dtype, *shape) if panel_of(shape[-1]) else tile(*shape)
+    def of_head(panel, *shape):
+        return panels(dtype, panel, *shape) if panel else tile(*shape)
 
     # Of panels the output goes from registers to global memory.
-    if panel_of(c.value_dim):
+    if c.value_panel:
         out = plgpu.SMEM((c.consumers, ROWS, c.value_dim), dtype) if c.interpreted else None
     else:
         out = tile(c.consumers, ROWS, c.value_dim) if c.persistent or c.value_dim != c.dim else None
     freed = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages)
     one_each = plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers)
-    queries = plgpu.Barrier(num_arrivals=c.pack * copies_of(c.dim), num_barriers=c.consumers)
+    queries = plgpu.Barrier(num_arrivals=c.pack * copies_of(c.dim, c.head_panel), num_barriers=c.consumers)
     return Shared(
-        q=of_head(c.consumers, ROWS, c.dim),
-        k=of_head(c.stages, c.step, c.dim),
-        v=of_head(c.stages, c.step, c.value_dim),
+        q=of_head(c.head_panel, c.consumers, ROWS, c.dim),
+        k=of_head(c.head_panel, c.stages, c.step, c.dim),
+        v=of_head(c.value_panel, c.stages, c.step, c.value_dim),
         out=out,
         p=tile(c.consumers, ROWS, c.step) if c.interpreted else None,
         item=plgpu.SMEM((2, 1), jnp.int32) if c.persistent else None,
@@ -261,8 +261,9 @@ class QueryBlock:
     def clear_padding(self, tile, step):
         """Zeros in their place."""
         flags = self.of_batch("padding").at[pl.ds(self.begin + step * self.ctx.c.step, self.ctx.c.step)]
-        for part in [tile] if len(tile.shape) == 2 else [tile.at[i] for i in range(tile.shape[0])]:
-            clear_rows(self.ctx.c, part, flags)
+        panel = len(tile.shape) > 2
+        for part in [tile.at[i] for i in range(tile.shape[0])] if panel else [tile]:
+            clear_rows(self.ctx.c, part, flags, panel)
 
     def mask(self, s, row0, column0, all_started: bool):
         """``s`` with -inf where a row does not see a key, of a step that begins at ``column0``.
@@ -310,7 +311,7 @@ class QueryBlock:
 
     def store(self, x, target, row0):
         """The output of a consumer's rows, by way of ``target`` in shared memory; of panels straight from registers."""
-        if panel_of(self.ctx.c.value_dim):
+        if self.ctx.c.value_panel:
             out = self.ctx.out.at[self.batch]
             store_some_rows(self.ctx.c, x, out, target, row0, self.head, 0, out.shape[0], 1)
             return

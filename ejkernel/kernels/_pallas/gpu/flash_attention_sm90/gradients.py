@@ -37,6 +37,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     CORE_ROWS,
     ROWS,
     WARPS_PER_WARPGROUP,
+    has_whole_rows,
     key_intervals,
     longest_first,
     mask_vectors,
@@ -73,7 +74,10 @@ def backward(
         arrays, dout = _without_panels(arrays, dout)
     query, value = arrays["query"], arrays["value"]
     in_one = single(query.shape[3], value.shape[3])
-    inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one)
+    # The single kernel copies panels of heads of one head dim, whose rows need no whole tiles.
+    parts = _parts(arrays, spec)
+    by_panels = in_one and query.shape[3] == value.shape[3] and parts == 1
+    inputs, optional = kernel_inputs(arrays, dout, lse, slope, in_one, whole_rows=not by_panels)
 
     def with_pairs(by_keys):
         """What kernels read beside the inputs; ``by_keys``: their tiles have keys by queries."""
@@ -85,7 +89,7 @@ def backward(
     grads = {}
     if of_kernels and in_one:
         params = backward_effective(query.shape[3], value.shape[3])
-        grads = _all_at_once(arrays, spec, params, inputs, with_pairs(True), interpret)
+        grads = _all_at_once(arrays, spec, params, parts, inputs, with_pairs(True), interpret)
     elif of_kernels:
         grads = _one_by_one(arrays, spec, inputs, with_pairs, of_kernels, interpret)
     grads = {name: x[:, : arrays[name].shape[1], :, : widths[name]] for name, x in grads.items()}
@@ -113,11 +117,18 @@ def _padded_lengths(arrays: dict[str, Array]) -> list[int]:
 
 
 def kernel_inputs(
-    arrays: dict[str, Array], dout: Array, lse: Array, slope: Array, in_one: bool, exponent: int | None = None
+    arrays: dict[str, Array],
+    dout: Array,
+    lse: Array,
+    slope: Array,
+    in_one: bool,
+    exponent: int | None = None,
+    whole_rows: bool = True,
 ):
     """What the kernels read of tensors and rows, and the arrays that masks read; ``in_one``: for the single kernel.
 
-    ``exponent``: for the others, the power of two that weights are multiplied by, if not ``weight_exponent``.
+    ``exponent``: for the others, the power of two that weights are multiplied by, if not ``weight_exponent``. ``whole_rows``:
+    whether they need rows to fill whole tiles.
     """
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     rows, keys = _padded_lengths(arrays)
@@ -128,7 +139,10 @@ def kernel_inputs(
     else:
         exponent = weight_exponent(query.dtype) if exponent is None else exponent
         by_row = [padded(base2 - exponent, rows, jnp.inf), padded(slope, rows)]
-    return [*map(pad_rows, (query, key, value, dout)), jnp.stack(by_row, 2)], mask_vectors(arrays, rows, keys)
+    tensors = query, key, value, dout
+    if whole_rows:
+        tensors = map(pad_rows, tensors)
+    return [*tensors, jnp.stack(by_row, 2)], mask_vectors(arrays, rows, keys)
 
 
 def weight_exponent(dtype: Any) -> int:
@@ -151,13 +165,18 @@ def ascending(dim: int, right: int | None) -> bool:
 # One kernel
 
 
-def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -> dict[str, Array]:
+def _parts(arrays, spec) -> int:
+    """Among how many CTAs the query heads of one key head are divided."""
+    if {"kv_start", "q_segment_ids"} & arrays.keys():
+        return 1
+    _, q_len, heads, dim = arrays["query"].shape
+    return head_parts(dim, heads // arrays["key"].shape[2], spec.window, q_len)
+
+
+def _all_at_once(arrays, spec, params: BwdParams, parts: int, inputs, optional, interpret) -> dict[str, Array]:
     dim, step = arrays["query"].shape[3], params.q_blocksize
     table, (head, tail), visitors, visited = _visits(arrays, spec, params.kv_blocksize, step)
     of_call = statics(arrays, spec)
-    parts = 1
-    if not {"kv_start", "q_segment_ids"} & arrays.keys():
-        parts = head_parts(dim, of_call["group"], spec.window, arrays["query"].shape[1])
     c = BackwardConfig(
         consumers=params.num_warps // WARPS_PER_WARPGROUP,
         step=step,
@@ -167,6 +186,7 @@ def _all_at_once(arrays, spec, params: BwdParams, inputs, optional, interpret) -
         partial_step=bool(arrays["query"].shape[1] % step),
         ascending=ascending(dim, spec.window[1]),
         parts=parts,
+        whole_rows=has_whole_rows(*(x.shape[1] for x in inputs[:2])),
         interpreted=bool(interpret),
         **{**of_call, "group": of_call["group"] // parts},
     )

@@ -29,16 +29,19 @@ BACKWARD_CONSUMERS = 2
 WHOLE_COLUMNS = 32
 
 
-def panel_of(dim: int) -> int | None:
+def panel_of(dim: int, whole_rows: bool = True) -> int | None:
     """Columns of the panels in which a head lies in shared memory; None where it fills whole tiles, which is one copy.
 
-    Few panels are few copies, but what is missing in the last one takes shared memory, and time to fill.
+    Few panels are few copies, but what is missing in the last one takes shared memory, and time to fill. ``whole_rows``:
+    whether all lengths are multiples of 8; if not, rows fill no whole tiles either.
 
     Example:
         >>> [panel_of(dim) for dim in (40, 72, 80, 96, 112)]
         [64, 32, 32, None, 64]
+        >>> [panel_of(dim, whole_rows=False) for dim in (64, 96, 128)]
+        [64, 32, 64]
     """
-    if dim % WHOLE_COLUMNS == 0:
+    if dim % WHOLE_COLUMNS == 0 and whole_rows:
         return None
     return 2 * WHOLE_COLUMNS if -dim % (2 * WHOLE_COLUMNS) < WHOLE_COLUMNS else WHOLE_COLUMNS
 
@@ -48,19 +51,17 @@ def shared_columns(dim: int) -> int:
     return dim + -dim % (panel_of(dim) or 1)
 
 
-def copies_of(dim: int) -> int:
-    """How many copies a head takes."""
-    return shared_columns(dim) // (panel_of(dim) or dim)
-
-
-def tail_of(dim: int) -> int | None:
-    """Columns beside the first 64 of a head that the single backward kernel computes; None if it has 64 or 128.
+def tail_of(dim: int, whole_rows: bool = True) -> int | None:
+    """Columns of the second panel, behind the first 64, in which the single backward kernel has a head; None: there is none.
 
     Example:
         >>> [tail_of(dim) for dim in (64, 72, 80, 96, 112, 128)]
         [None, 16, 16, 32, 64, None]
+        >>> [tail_of(dim, whole_rows=False) for dim in (64, 128)]
+        [None, 64]
     """
-    return next(x for x in (CHUNK, 2 * CHUNK, ROWS) if dim <= ROWS + x) if ROWS < dim < 2 * ROWS else None
+    largest = 2 * ROWS - whole_rows
+    return next(x for x in (CHUNK, 2 * CHUNK, ROWS) if dim <= ROWS + x) if ROWS < dim <= largest else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,8 @@ class KernelConfig:
         packed, segments: which of the arrays that decide which pairs count there are.
         bias, mask: whether there is an array that says something of every pair.
         dropout: the probability with which a weight is dropped.
+        whole_rows: whether all lengths are multiples of 8, the height of a tile in shared memory. If not, heads lie in panels,
+            see ``panels``.
         interpreted: run in JAX's interpreter, which has no products with a left operand in registers.
     """
 
@@ -93,7 +96,23 @@ class KernelConfig:
     bias: bool = False
     mask: bool = False
     dropout: float = 0.0
+    whole_rows: bool = True
     interpreted: bool = False
+
+    @property
+    def head_panel(self) -> int | None:
+        """Columns of the panels of queries and keys, if they lie in panels."""
+        return panel_of(self.dim, self.whole_rows)
+
+    @property
+    def value_panel(self) -> int | None:
+        """Of values."""
+        return panel_of(self.value_dim, self.whole_rows)
+
+
+def has_whole_rows(*lengths: int) -> bool:
+    """Whether tiles of 8 rows end where arrays of these lengths end."""
+    return all(length % CORE_ROWS == 0 for length in lengths)
 
 
 def pad_rows(x: Array) -> Array:

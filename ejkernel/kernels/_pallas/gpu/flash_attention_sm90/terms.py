@@ -267,18 +267,14 @@ def partial_row_sums(c: KernelConfig, p):
     return add(p)
 
 
-def clear_rows(c: KernelConfig, tile, flags):
-    """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp.
-
-    ``tile``: ``[rows, columns]``, or a panel ``[rows / 8, 8, columns]``.
-    """
+def clear_rows(c: KernelConfig, tile, flags, panel: bool = False):
+    """Zeros in the rows of ``tile``, of shared memory, that have a flag in global memory, by a warp; ``panel``: of a panel."""
     if c.interpreted:
         flagged = flags[...].reshape(*tile.shape[:-1], 1) != 0
         tile[...] = jnp.where(flagged, 0, tile[...])
         return
-    shape = math.prod(tile.shape[:-1]), tile.shape[-1]
-    # A panel is tiled already.
-    how = transforms(shape[1])[len(tile.shape) - 2 :]
+    shape = tile.shape
+    how = transforms(shape[1])[1:] if panel else transforms(shape[1])
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(how), plgpu.RefType()))
     def clear(_, tile, flags):
