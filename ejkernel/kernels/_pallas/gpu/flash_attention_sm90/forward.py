@@ -100,7 +100,8 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         ping_pong=consumers == 2 and small and not spec.logits_soft_cap,
         **statics(arrays, spec),
         sinks="softmax_aux" in arrays,
-        persistent=small,
+        # What wide heads leave of registers is too little for a loop over blocks beside these.
+        persistent=small or not {"q_segment_ids", "bias", "attention_mask", "dropout_key"} & arrays.keys(),
         clears="padding" in arrays,
         # Float16 weights above 1 may overflow. With a bias or a mask a row's first logits say little of the later ones.
         speculative=small

@@ -208,7 +208,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
     acc, top, total, p16 = carry
     if nth is not None:
         request_retry(c, shared.retry.at[modulo(nth, 2) * c.consumers + warpgroup], total, LIMIT, nth)
-    if c.persistent:
+    if c.persistent and not c.output_in_queries:
         plgpu.barrier_arrive(shared.q_free.at[warpgroup])
     (acc,) = wait_for_products(c, 0, start_pv(c, acc, p16, shared.v.at[slot(steps)], p_smem))
     for free in (shared.k_free, shared.v_free):
@@ -251,6 +251,9 @@ def _store(ctx: Context, block: QueryBlock, warpgroup, row0, acc, top, total, ag
     # Beside a NaN that other rows see, a row that sees nothing has 0 · NaN.
     acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
     block.store(jnp.where(lax.broadcast_in_dim(some, acc.shape, [0]), acc, 0.0).astype(target.dtype), target, row0)
+    if c.persistent and c.output_in_queries:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(shared.q_free.at[warpgroup])
 
 
 def _logits(c: ForwardConfig, s):

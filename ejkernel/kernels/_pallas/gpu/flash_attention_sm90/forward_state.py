@@ -13,6 +13,7 @@ from jax import lax
 
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import Tile
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import copies_of, head_copies, panels
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.parameters import narrow
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, ROWS, KernelConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
@@ -74,6 +75,11 @@ class ForwardConfig(KernelConfig):
         return self.copies * copies_of(self.value_dim, self.value_panel)
 
     @property
+    def output_in_queries(self) -> bool:
+        """Whether the output takes the queries' place in shared memory: wide heads leave it no other."""
+        return not self.value_panel and self.dim == self.value_dim and not narrow(self.dim, self.value_dim)
+
+    @property
     def factor(self) -> float:
         """What logits are multiplied by after the maximum was taken: it is positive. With log2(e)."""
         return (1.0 if self.bias else self.cap or max(self.scale, 0.0) or 1.0) * LOG2E
@@ -82,7 +88,7 @@ class ForwardConfig(KernelConfig):
 class Shared(NamedTuple):
     """Shared memory and barriers of a CTA; see ``forward`` for what each barrier means.
 
-    Unless the kernel is persistent, the output takes the queries' place where it fits. ``item`` holds the blocks that
+    The output may take the queries' place, see ``ForwardConfig.output_in_queries``. ``item`` holds the blocks that
     the CTA takes from the queue, ``retry`` a retry flag for each consumer; both are used alternately.
     """
 
@@ -115,7 +121,7 @@ def shared_memory(c: ForwardConfig, dtype) -> Shared:
     if c.value_panel:
         out = plgpu.SMEM((c.consumers, ROWS, c.value_dim), dtype) if c.interpreted else None
     else:
-        out = tile(c.consumers, ROWS, c.value_dim) if c.persistent or c.value_dim != c.dim else None
+        out = None if c.output_in_queries else tile(c.consumers, ROWS, c.value_dim)
     freed = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages)
     one_each = plgpu.Barrier(num_arrivals=1, num_barriers=c.consumers)
     queries = plgpu.Barrier(num_arrivals=c.pack * copies_of(c.dim, c.head_panel), num_barriers=c.consumers)
