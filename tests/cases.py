@@ -64,7 +64,7 @@ class Case:
         if step > 8:
             lengths = {name: STRETCH * getattr(case, name) for name in ("q_len", "kv_len") if getattr(case, name) > 1}
             case = replace(case, **lengths, blocks=WIDE_BLOCKS)
-        if subject.in_mosaic_interpreter and not case.shrinks:
+        if subject.in_pallas_interpreter and not case.shrinks:
             case = replace(case, batch=1)
         return case if subject.has(*case.needs) else None
 

@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def registered(request):
-    """An implementation that runs in Mosaic's interpreter is registered for its tests alone."""
+    """An implementation that runs in an interpreter of Pallas is registered for its tests alone."""
     subject = _subject(request.node)
     with contextlib.nullcontext() if subject is None else subject.registered():
         yield

@@ -1,7 +1,7 @@
 """What the property tests run: every implementation that this machine can run, with a dtype that it takes.
 
-Pallas kernels for GPUs run on a CPU too, in JAX's interpreter of Mosaic GPU (jax 0.11 and later). They are registered for
-the test alone, so that calls, gradients and vmap reach them as they do on a GPU.
+Pallas kernels run on a CPU too, in JAX's interpreters: those for TPUs with every jax, those for GPUs from jax 0.11 on. They are
+registered for the test alone, so that calls, gradients and vmap reach them as they do on an accelerator.
 """
 
 import contextlib
@@ -26,36 +26,51 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOSAIC_INTERPRETER = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11)
 
 
-class InMosaicInterpreter:
-    """A Pallas kernel for GPUs that runs in JAX's interpreter, wherever it is called from."""
+class InPallasInterpreter:
+    """A Pallas kernel that runs in JAX's interpreter of its backend, wherever it is called from."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, backend: Backend) -> None:
+        self.kernel, self.interpreter = kernel, INTERPRETERS[backend]
         self.name = f"{kernel.name}-interpreted"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
 
     def forward(self, arrays, spec, params):
-        return self.kernel.forward(arrays, spec, params, interpret=_interpreter())
+        return self.kernel.forward(arrays, spec, params, interpret=self.interpreter())
 
     def backward(self, arrays, spec, params, *rest, wanted):
-        return self.kernel.backward(arrays, spec, params, *rest, wanted, interpret=_interpreter())
+        return self.kernel.backward(arrays, spec, params, *rest, wanted, interpret=self.interpreter())
 
 
-def _interpreter() -> Any:
+def _gpu_interpreter() -> Any:
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu.InterpretGPUParams()
 
 
+def _tpu_interpreter() -> Any:
+    from jax.experimental.pallas import tpu
+
+    return tpu.InterpretParams()  # memory that nothing was written to is NaN
+
+
+INTERPRETERS = {Backend.TPU: _tpu_interpreter}
+if MOSAIC_INTERPRETER:
+    INTERPRETERS[Backend.GPU] = _gpu_interpreter
+
+
 @dataclass(frozen=True)
 class Subject:
-    """An implementation and a dtype; ``in_mosaic_interpreter``: registered for its tests alone."""
+    """An implementation and a dtype; ``interpreted_for``: registered for its tests alone, in the interpreter of that backend."""
 
     implementation: Implementation
     dtype: str
-    in_mosaic_interpreter: bool = False
+    interpreted_for: Backend | None = None
+
+    @property
+    def in_pallas_interpreter(self) -> bool:
+        return self.interpreted_for is not None
 
     @property
     def platform(self) -> Platform:
@@ -67,14 +82,15 @@ class Subject:
 
     @property
     def interpreted(self) -> bool:
-        return self.in_mosaic_interpreter or (self.platform is Platform.TRITON and interpreting())
+        return self.in_pallas_interpreter or (self.platform is Platform.TRITON and interpreting())
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         return [pytest.mark.interpreted] if self.interpreted else []
 
     def __str__(self) -> str:
-        return f"{self.implementation}-{self.dtype}".replace(" ", "-")
+        backend = self.interpreted_for or self.implementation.backend
+        return f"{self.platform.value}-{backend.value}-{self.dtype}"
 
     def has(self, *features: str) -> bool:
         """Whether the implementation has all of these features, and together."""
@@ -93,7 +109,7 @@ class Subject:
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
         """While the implementation is in the registry."""
-        if not self.in_mosaic_interpreter:
+        if not self.in_pallas_interpreter:
             yield
             return
         entry = self.implementation
@@ -105,28 +121,31 @@ class Subject:
 
 
 @functools.cache
-def implementations(algorithm: str) -> tuple[tuple[Implementation, bool], ...]:
-    """Those that this machine can run, each with whether Mosaic's interpreter is needed for that."""
+def implementations(algorithm: str) -> tuple[tuple[Implementation, Backend | None], ...]:
+    """Those that this machine can run, each with the backend whose interpreter is needed for that."""
     device = describe(jax.local_devices()[0])
     found = []
     for entry in kernel_registry.list_implementations(algorithm):
         if entry.support.devices.refusal(device) is None:
-            found.append((entry, False))
-        elif device.kind == "cpu" and MOSAIC_INTERPRETER and _takes_interpret(entry):
+            found.append((entry, None))
+        elif device.kind == "cpu" and _takes_interpret(entry):
             support = dataclasses.replace(entry.support, devices=cpu())
             found.append(
                 (
                     dataclasses.replace(
-                        entry, backend=Backend.CPU, support=support, kernel=InMosaicInterpreter(entry.kernel)
+                        entry,
+                        backend=Backend.CPU,
+                        support=support,
+                        kernel=InPallasInterpreter(entry.kernel, entry.backend),
                     ),
-                    True,
+                    entry.backend,
                 )
             )
     return tuple(found)
 
 
 def _takes_interpret(entry: Implementation) -> bool:
-    if entry.platform is not Platform.PALLAS or entry.backend is not Backend.GPU:
+    if entry.platform is not Platform.PALLAS or entry.backend not in INTERPRETERS:
         return False
     backward = getattr(entry.kernel, "backward", entry.kernel.forward)
     return all("interpret" in inspect.signature(run).parameters for run in (entry.kernel.forward, backward))
@@ -135,10 +154,10 @@ def _takes_interpret(entry: Implementation) -> bool:
 def subjects(algorithm: str = "flash_attention", *, dtypes: str = "main") -> list[Subject]:
     """Every implementation in its main dtype; with ``dtypes="others"`` in each of the others that it takes."""
     found = []
-    for entry, in_mosaic_interpreter in implementations(algorithm):
+    for entry, interpreted_for in implementations(algorithm):
         main, *others = (dtype for dtype in DTYPES if dtype in entry.support.dtypes)
         chosen = {"main": [main], "others": others}[dtypes]
-        found += [Subject(entry, dtype, in_mosaic_interpreter) for dtype in chosen]
+        found += [Subject(entry, dtype, interpreted_for) for dtype in chosen]
     return found
 
 

@@ -93,7 +93,7 @@ def test_half_precision(dtype):
 
 @each_subject("varlen", "gqa", "cross")
 def test_lengths_and_alignment_on_each_kernel(subject):
-    stretch = 8 if subject.in_mosaic_interpreter else 1
+    stretch = 8 if subject.in_pallas_interpreter else 1
     case = {
         "q_len": 23 * stretch, "kv_len": 19 * stretch, "heads": 2, "kv_heads": 1, "dim": subject.dim(16), "dtype": subject.dtype,
         "query_seq_lengths": (21 * stretch, 7), "key_value_seq_lengths": (18 * stretch, 11 * stretch),

@@ -21,7 +21,7 @@ POLICIES = {
 
 
 def needs_no_effects(subject):
-    if subject.in_mosaic_interpreter:
+    if subject.in_pallas_interpreter:
         pytest.skip("jax.checkpoint refuses the effects of Mosaic's interpreter")
 
 

@@ -196,7 +196,7 @@ def test_wide_segment_ids_stay_apart(subject):
 
 @each_subject("segments")
 def test_segment_ids_of_64_bits_stay_apart(subject):
-    if subject.in_mosaic_interpreter:
+    if subject.in_pallas_interpreter:
         pytest.skip(
             "with x64, jax lowers a loop of Mosaic's interpreter with a carry of two types; a GPU has no such loop"
         )

@@ -1,0 +1,1 @@
+"""Pallas kernels for TPUs, v4 to tpu7x."""

@@ -1,0 +1,52 @@
+"""Launching a TPU kernel: what every ``pallas_call`` of the package states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels._pallas.tpu.generations import Generation
+from ejkernel.kernels.common.varying import vary_as
+
+
+def launch(
+    kernel: Callable[..., None],
+    arrays: Sequence[Array],
+    *,
+    name: str,
+    out_shape: Any,
+    grid_spec: Any,
+    semantics: Sequence[str],
+    generation: Generation,
+    flops: int,
+    transcendentals: int,
+    bytes_accessed: int,
+    aliases: dict[int, int] | None = None,
+    interpret: Any = False,
+) -> Any:
+    """The results of a kernel, varying over mesh axes as its arrays do.
+
+    Args:
+        semantics: ``"parallel"`` or ``"arbitrary"`` for each axis of the grid.
+        flops, transcendentals, bytes_accessed: what the compiler's scheduler is told.
+        aliases: from the index of an array, those prefetched to scalar memory counted, to that of the result in its place.
+        interpret: False, or parameters of Pallas' interpreter for TPUs, which runs on a CPU.
+    """
+    call = pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid_spec=grid_spec,
+        name=name,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=tuple(semantics), vmem_limit_bytes=generation.vmem_bytes
+        ),
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=transcendentals, bytes_accessed=bytes_accessed),
+        input_output_aliases=aliases or {},
+        **({"interpret": interpret} if interpret else {}),
+    )
+    return vary_as(call(*arrays), *jax.tree.leaves(arrays))
