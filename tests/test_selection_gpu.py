@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from conftest import bound
 
-from ejkernel import Platform, UnsupportedError, explain, flash_attention, kernel_registry, target
-from ejkernel.contracts.device import DeviceInfo
+from ejkernel import FwdParams, Platform, UnsupportedError, explain, flash_attention, kernel_registry, target
+from ejkernel.contracts.device import DeviceInfo, describe
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import requirements
 from ejkernel.ops.config import chain
 
@@ -166,7 +166,7 @@ def tables(monkeypatch):
     return made
 
 
-def row(platform, seconds, params, *args, **options):
+def row(platform, seconds, params, *args, predicted=False, **options):
     """What a shipped table has of one implementation and the call's forward."""
     call, _ = bound(*args, **options)
     entry = next(e for e in kernel_registry.list_implementations(FLASH) if e.platform is platform)
@@ -177,15 +177,16 @@ def row(platform, seconds, params, *args, **options):
         "call": dict(call.bucket),
         "params": params,
         "seconds": seconds,
+        "predicted": predicted,
     }
 
 
-def rows(fastest, q_blocksize=64):
+def rows(fastest, q_blocksize=64, predicted=False):
     """Of every implementation, one the fastest."""
     platforms = {e.platform for e in kernel_registry.list_implementations(FLASH)}
     args = (HALF_X, HALF_X, HALF_X)
     params = {"q_blocksize": q_blocksize}
-    return [row(p, 1e-4 if p is fastest else 1e-3, params, *args, causal=True) for p in platforms]
+    return [row(p, 1e-4 if p is fastest else 1e-3, params, *args, predicted=predicted, causal=True) for p in platforms]
 
 
 def chosen_on(device):
@@ -280,3 +281,17 @@ def test_parameters_of_a_call_that_asks_as_much_serve(installed, tables):
     assert source(abstract(1, 256, 4, 48), causal=True) == ("shipped for a similar call", True)
     assert source(abstract(1, 256, 4, 96), causal=True)[0] == "heuristic"
     assert source(causal=True, logits_soft_cap=5.0)[0] == "heuristic"
+
+
+def test_predicted_times_rank_and_give_way_to_measured_ones(installed, tables):
+    tables["nvidia-h200"] = rows(Platform.XLA, predicted=True)
+    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="nvidia-h200")
+    assert (explanation.chosen.platform, explanation.chosen.source) == (Platform.XLA, "shipped")
+    assert "shipped (predicted): q_blocksize=64" in str(explanation)
+    assert "10 x, predicted" in str(explanation)
+    call, _ = bound(HALF_X, HALF_X, HALF_X, causal=True)
+    entry = next(e for e in kernel_registry.list_implementations(FLASH) if e.platform is Platform.TRITON)
+    chain.remember(call, describe("nvidia-h200"), entry, "forward", chain.Record(FwdParams(), 1.0, "autotune"))
+    explanation = explain(FLASH, HALF_X, HALF_X, HALF_X, causal=True, device="nvidia-h200")
+    assert (explanation.chosen.platform, explanation.chosen.source) == (Platform.TRITON, "memory")
+    assert "predicted" not in str(explanation)

@@ -27,7 +27,8 @@ from ejkernel.utils.values import is_set
 class Record:
     """What was measured of one implementation: its best parameters and their time.
 
-    ``bucket`` is the call that a shipped table measured, which need not be quite the one that is asked about.
+    ``bucket`` is the call that a shipped table measured, which need not be quite the one that is asked about. A table of a
+    device that nobody measured holds times that are ``predicted`` from the compiler's schedule.
     """
 
     params: FwdParams | BwdParams
@@ -35,6 +36,7 @@ class Record:
     source: str
     bucket: str = ""
     distance: float = 0.0
+    predicted: bool = False
 
 
 _memory: dict[str, Record] = {}
@@ -86,6 +88,8 @@ def records(
 
         found |= autotune.measure(call, device, missing, direction)
     known = {entry: record for entry, record in found.items() if record is not None}
+    if not all(record.predicted for record in known.values()):
+        known = {entry: record for entry, record in known.items() if not record.predicted}
     # Times of different calls say nothing about each other: of what is shipped, only what the nearest call took counts.
     shipped = [record for record in known.values() if record.source == "shipped"]
     nearest = min(shipped, key=lambda record: record.distance).bucket if shipped else ""
@@ -179,7 +183,8 @@ def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: s
     distance = _apart(row["call"], wanted) or 0.0
     if distance > kernel_registry.operation(call.algorithm).farthest:
         return None
-    return Record(params, row["seconds"], "shipped", json.dumps(row["call"], sort_keys=True), distance)
+    bucket = json.dumps(row["call"], sort_keys=True)
+    return Record(params, row["seconds"], "shipped", bucket, distance, row["predicted"])
 
 
 def _similar(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> FwdParams | BwdParams | None:
@@ -249,4 +254,5 @@ def _rows(chip: str, operation: str) -> tuple[dict[str, Any], ...]:
     path = resources.files("ejkernel") / "tuned" / chip / f"{operation}.json"
     if not path.is_file():
         return ()
-    return tuple(json.loads(path.read_text())["entries"])
+    table = json.loads(path.read_text())
+    return tuple({**row, "predicted": "predicted" in table} for row in table["entries"])

@@ -211,10 +211,12 @@ def _verdict(
     best = chosen.implementation
     if entry == best:
         given = ", ".join(f"{name}={value}" for name, value in chosen.params.to_dict().items())
-        return "chosen", (f"{chosen.source}: {given}" if given else chosen.source,)
+        predicted = " (predicted)" if best in records and records[best].predicted else ""
+        return "chosen", (f"{chosen.source}{predicted}: {given}" if given else f"{chosen.source}{predicted}",)
     if entry in records and best in records:
-        return "slower", (f"{records[entry].seconds / records[best].seconds:.2g} x, measured",)
-    if best in records:
+        how = "predicted" if records[best].predicted else "measured"
+        return "slower", (f"{records[entry].seconds / records[best].seconds:.2g} x, {how}",)
+    if best in records and not records[best].predicted:
         return "slower", ("not measured, another is",)
     if priorities[entry] == priorities[best]:
         return "slower", (f"priority {priorities[entry]} too, registered later",)
