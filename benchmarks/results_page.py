@@ -46,7 +46,8 @@ def section(one):
     lines = [f"### {stem(one)}", "", *filled(title(one)), ""]
     lines += filled(f"{origin}: {one.device}, {one.date}; {versions or 'versions were not recorded'}.")
     if one.about:
-        lines += ["", *filled("; ".join(f"{key.replace('_', ' ')}: {words}" for key, words in one.about.items()) + ".")]
+        about = "; ".join(f"{key.replace('_', ' ')}: {words}" for key, words in one.about.items())
+        lines += ["", *filled(f"{about.rstrip('.')}.")]
     for plot in plots(one):
         lines += ["", f"![{plot.stem.replace('_', ' ')}](../{plot.relative_to(ROOT).as_posix()})"]
     for number, (caption, header, rows) in enumerate(tables(one)):

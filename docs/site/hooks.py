@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mkdocs.exceptions import BuildError
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -104,7 +104,8 @@ def on_files(files, config):
             files.append(File.generated(config, f"api/{name}.md", content=reference(title, words, identifiers)))
     linked = {target for file in files.documentation_pages() for target in outside(file)}
     for target in sorted(linked):
-        files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
+        copied = File.generated(config, target, abs_src_path=str(ROOT / target), inclusion=InclusionLevel.INCLUDED)
+        files.append(copied)
     config.nav = present(config.nav, {file.src_uri for file in files})
     return files
 
@@ -140,7 +141,8 @@ def on_page_markdown(markdown, page, config, files):
             return match[0]
         place, fragment = PAGES.get(target, target.removeprefix("docs/")), urlsplit(match[2]).fragment
         moved = posixpath.relpath(place, posixpath.dirname(name) or ".")
-        return f"{match[1]}{moved}{'#' * bool(fragment)}{fragment}{match[3]}"
+        link = f"{match[1]}{moved}{'#' * bool(fragment)}{fragment}{match[3]}"
+        return f"[{link}]({moved})" if match[1].startswith("!") else link  # a plot opens in its own size
 
     # A comment would make Markdown take the table that follows it for HTML.
     parts = [
