@@ -23,7 +23,7 @@ def markdown():
     results = [schema.read(path) for path in schema.files()]
     devices = {one.device.split(",")[0]: None for one in sorted(results, key=lambda one: "NVIDIA" not in one.device)}
     ordered = [one for device in devices for one in results if one.device.split(",")[0] == device]
-    lines = [HEAD, *table(["results", "device", "date", "what"], [contents(one) for one in ordered])]
+    lines = [HEAD, *table(["results", "what", "device", "date"], [contents(one) for one in ordered])]
     for device in devices:
         lines += ["", f"## {device}"]
         for one in ordered:
@@ -34,7 +34,7 @@ def markdown():
 
 def contents(one):
     """A line of the table at the top."""
-    return [f"[{stem(one)}](#{stem(one)})", one.device, one.date, title(one)]
+    return [f"[{stem(one)}](#{stem(one)})", title(one), one.device, one.date]
 
 
 def section(one):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_the_site(site):
     nothing_is_fetched_from_elsewhere(site)
     every_public_name_is_described(site)
     every_page_of_the_repository_is_there(site)
+    markdown_is_read_as_git_hosts_read_it(site)
 
 
 def nothing_is_fetched_from_elsewhere(site):
@@ -88,15 +90,34 @@ def every_public_name_is_described(site):
     assert not sorted(wanted - ids)
 
 
+def pages_of_the_repository():
+    """The built page of each source."""
+    pages = {"README": "index", "CHANGELOG": "changelog", "CONTRIBUTING": "contributing"}
+    found = {ROOT / f"{name}.md": f"{page}.html" for name, page in pages.items()}
+    docs = ROOT / "docs"
+    return found | {page: page.relative_to(docs).with_suffix(".html").as_posix() for page in docs.rglob("*.md")}
+
+
 def every_page_of_the_repository_is_there(site):
-    pages = {page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    pages |= {"index.html", "changelog.html", "contributing.html"}
-    assert not sorted(name for name in pages if not (site / name).is_file())
+    assert not sorted(name for name in pages_of_the_repository().values() if not (site / name).is_file())
     home = (site / "index.html").read_text()
     assert "behind one API on every device" in home
     assert 'href="operations/flash_attention.html"' in home
     assert (site / "benchmarks" / "results" / "pallas_h200.png").is_file()
     assert "flash_attention" in (site / "search" / "search_index.json").read_text()
+
+
+def markdown_is_read_as_git_hosts_read_it(site):
+    """Both find as many items, tables, blocks of code and headings."""
+    markdown_it = pytest.importorskip("markdown_it")
+    reader = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table")
+    for source, name in pages_of_the_repository().items():
+        article = re.search(r"<article.*?</article>", (site / name).read_text(), re.DOTALL)[0]
+        expected, found = (
+            Counter(re.findall(r"<(li|ol|ul|table|tr|pre|img|h[1-6])\b", html))
+            for html in (reader.render(source.read_text()), article)
+        )
+        assert found == expected, name
 
 
 @pytest.mark.slow

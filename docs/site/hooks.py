@@ -149,7 +149,25 @@ def on_page_markdown(markdown, page, config, files):
         part + "\n" * part.startswith("<!--") if i % 2 else LINK.sub(rewritten, part)
         for i, part in enumerate(CODE.split(markdown))
     ]
-    return "".join(parts)
+    return relisted("".join(parts))
+
+
+def relisted(markdown):
+    """Lists as this Markdown needs them: what belongs to an item indented by 4, a blank line after a longer item."""
+    lines, width, blank, parts, fenced = [], 0, True, False, False
+    for line in markdown.splitlines():
+        if line.startswith("```"):
+            fenced, width = not fenced, 0
+        elif (item := re.match(r"[-*] +|\d+\. +", line)) and not fenced and (blank or width):
+            lines += [""] * (parts and not blank)
+            width, parts = len(item[0]), False
+        elif line and not line.startswith(" " * width) and blank:
+            width = 0
+        inside = 0 < width < 4 and line.startswith(" " * width)
+        parts |= inside and blank
+        lines.append(" " * (4 - width) + line if inside else line)
+        blank = not line
+    return "\n".join(lines) + "\n"
 
 
 # Links
