@@ -60,7 +60,7 @@ def runnable():
             yield pytest.param(page, id=own_name(page), marks=slow)
 
 
-@pytest.mark.parametrize("page", runnable())
+@pytest.mark.parametrize("page", list(runnable()))
 def test_blocks_run(page):
     scope = {}
     with contextlib.redirect_stdout(io.StringIO()):
