@@ -97,19 +97,16 @@ class Results:
     logs: dict[str, str]
 
 
-def files(folder=RESULTS):
+def files():
     """Every committed file of results."""
-    return sorted(folder.rglob("*.json"))
+    return sorted(RESULTS.rglob("*.json"))
 
 
 def read(path):
     """A file in the schema."""
-    content, name = (
-        json.loads(path.read_text()),
-        path.relative_to(RESULTS).as_posix() if RESULTS in path.parents else path.name,
-    )
+    name = path.relative_to(RESULTS).as_posix() if path.is_relative_to(RESULTS) else path.name
     try:
-        return validated(normalised(name, content))
+        return validated(normalised(name, json.loads(path.read_text())))
     except SchemaError as error:
         raise SchemaError(f"{name}: {error}") from None
 

@@ -33,8 +33,14 @@ def test_docstrings(name):
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # Above a block that cannot run here, for readers to see.
 NOT_RUN = re.compile(r"^\*Not run by the tests: .{10,}\.\*$")
-# Run by tests of their own below, which look at what they print or leave behind.
-LOOKED_AT = {"README.md", "docs/custom_kernels.md", "docs/tuning.md"}
+# Run by tests of their own, which look at what they print or leave behind, or skip what is not installed.
+LOOKED_AT = {
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("custom_kernels", "devices", "integrations", "migration", "serving", "training", "tuning")
+    ),
+}
 # Their blocks measure, for seconds, what other tests measure too.
 SLOW = {"docs/lab.md"}
 
@@ -82,6 +88,8 @@ def test_no_python_is_hidden_from_the_tests():
         whole = re.findall(r"^```python$", page.read_text(), re.MULTILINE)
         reasons = [line for line in page.read_text().splitlines() if NOT_RUN.match(line)]
         assert len(whole) == fences.count("python") == len(python_blocks(page)) + len(reasons), own_name(page)
+        named = Path(__file__).read_text().count(page.stem)
+        assert own_name(page) not in LOOKED_AT or named > 1, f"no test runs the blocks of {own_name(page)}"
 
 
 def test_custom_kernels_page():
@@ -106,6 +114,16 @@ def test_tuning_page():
         for block in python_blocks(ROOT / "docs" / "tuning.md"):
             exec(block, scope)
     assert "gradients of key, query, value" in output.getvalue()
+
+
+def test_devices_page():
+    for block in python_blocks(ROOT / "docs" / "devices.md"):
+        exec(block, {})
+
+
+def test_serving_page():
+    (block,) = python_blocks(ROOT / "docs" / "serving.md")
+    exec(block, {})
 
 
 def test_readme():

@@ -34,9 +34,9 @@ def sections():
     import ejkernel
 
     pages = {
-        "operations": ("Operations", "Every operation takes `platform` and `backend`, keyword-only, and works under `jit`, `grad`, `vmap`, `jax.checkpoint`, `shard_map` and `jax.export`.", []),
+        "operations": ("Operations", "All work under `jit`, `grad`, `vmap`, `jax.checkpoint`, `shard_map` and `jax.export`.", []),
         "selection": ("Selection", "Which implementation runs a call, and how to add one.", []),
-        "tuning": ("Parameters and tuning", "How a kernel runs: [where parameters come from](../tuning.md).", []),
+        "tuning": ("Parameters and tuning", "How a kernel runs, and for which device: [where parameters come from](../tuning.md).", []),
         "errors": ("Errors", "Each error names the argument, what it was, what was expected, and what to do.", []),
         "utilities": ("Utilities", "Functions that kernels and the code around them need; an [overview](../utilities.md).", []),
         "lab": ("Lab", "Timers, rooflines, plots and studies of a model; an [overview](../lab.md). All are names of `ejkernel.lab`.", []),
@@ -74,14 +74,10 @@ def _page_of(home):
     """Where a name of the package itself is described."""
     if home == "ejkernel.errors":
         return "errors"
-    if home == "ejkernel.contracts.params" or (
-        home.startswith("ejkernel.ops.config") and home != "ejkernel.ops.config.context"
-    ):
+    if home == "ejkernel.contracts.params" or home.startswith("ejkernel.ops.config"):
         return "tuning"
     if home.startswith(("ejkernel.contracts", "ejkernel.ops.core")):
         return "selection"
-    if home == "ejkernel.ops.config.context":
-        return "tuning"
     if home.startswith("ejkernel.ops"):
         return "operations"
     raise BuildError(f"docs/site/hooks.py: on which page of the API belongs what lives in {home}?")
