@@ -11,7 +11,7 @@ GPU_JOBS ?= 4
 # JAX's CUDA plugin compiles for GPUs that are not there: without CUDA's libraries, which only a GPU needs.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK := 1
 
-.PHONY: demo test test-slow test-full test-gpu typecheck lint format docs bench wheel clean
+.PHONY: demo test test-slow test-full test-gpu typecheck lint format docs site bench wheel clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -77,11 +77,21 @@ format: $(VENV)/.test
 docs: $(VENV)/.test  ## write the parts of the docs that come from the code
 	$(BIN)/python docs/generate.py
 
+$(VENV)/.site: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e ".[docs]" $(JAX)
+	@touch $@
+
+site: $(VENV)/.site  ## the documentation as pages in site/; a broken link or a missing reference fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
+
 bench: $(VENV)/.test  ## time the XLA kernels beside their peers (torch too, if it is installed)
 	for benchmark in benchmarks/*_cpu.py; do $(BIN)/python $$benchmark || exit 1; done
 
 clean:
-	rm -rf $(VENV) .venv-* .cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .venv-* .cache .pytest_cache .ruff_cache build dist site *.egg-info
 
 $(VENV)/.wheel:
 	$(PYTHON) -m venv $(VENV)

@@ -281,8 +281,11 @@ class Results:
         print(progress_line(job, row), flush=True)
 
     def about(self, group, line):
-        """Versions, and the device that ours ran on."""
+        """Script, date and versions, and the device that ours ran on."""
+        from shared import origin
+
         if line:
+            self.content |= origin()
             self.content["versions"][group] = line["hello"]
             if group == "ejkernel" or "device" not in self.content:
                 self.content["device"], self.content["runtime"] = line["device"], line.get("runtime")

@@ -9,19 +9,15 @@ adds torch's flex_attention with the same blocks, compiled; ``--xla`` the XLA ke
 Errors are by norm, against dense attention in float64 over 2048 positions.
 """
 
-import argparse
-import contextlib
-import json
+import itertools
 import os
-import platform
-import time
-from importlib import metadata
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shared import gpu_options, keep
 
 from ejkernel import blocksparse_attention, flash_attention, kernel_registry
 from ejkernel.utils.bursts import time_bursts
@@ -208,32 +204,14 @@ def dense(q, k, v, mask, block, window):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, axis=-1), v)
 
 
-def environment():
-    """The device and the versions."""
-    found = {}
-    for name in ("jax", "jaxlib", "triton", "jax-triton", "torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return {"device": jax.devices()[0].device_kind, "python": platform.python_version(), "versions": found}
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser = gpu_options(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flex", action="store_true")
     parser.add_argument("--xla", action="store_true")
     options = parser.parse_args()
-    rows, begin = [], time.time()
-    for part in options.parts.split(","):
-        for row in errors(options) if part == "errors" else measure(part, options):
-            rows.append(row)
-            figures = {k: float(f"{v:.3g}") for k, v in row.items() if isinstance(v, float)}
-            words = f"{row['call']:40s} {row['direction']:21s} {row['implementation']:26s}"
-            print(f"{time.time() - begin:5.0f} s  {words} {figures}", flush=True)
-            with open(options.out, "w") as file:
-                json.dump({**environment(), "rows": rows}, file, indent=1)
+    parts = (errors(options) if part == "errors" else measure(part, options) for part in options.parts.split(","))
+    keep(options.out, itertools.chain.from_iterable(parts), "triton", "jax-triton", "torch")
 
 
 if __name__ == "__main__":

@@ -6,16 +6,12 @@ Causal calls of 2 × 2048 with 16 heads × 64 and 8 × 128, forward and forward 
 the products: two forward, five backward. Errors are by norm, against float64. ``--tiles`` times what autotuning would try.
 """
 
-import argparse
-import contextlib
-import json
-import platform
-import time
-from importlib import metadata
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shared import gpu_options, keep
 
 from ejkernel import BwdParams, FwdParams, explain, flash_attention, kernel_registry
 from ejkernel.contracts.device import describe
@@ -101,31 +97,13 @@ def measure(heads, dim, options):
         }
 
 
-def environment():
-    """The device and the versions."""
-    found = {}
-    for name in ("jax", "jaxlib", "triton", "jax-triton"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return {"device": jax.devices()[0].device_kind, "python": platform.python_version(), "versions": found}
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser = gpu_options(__doc__)
     parser.add_argument("--platforms", default="triton,xla")
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    rows, begin = [], time.time()
-    for heads, dim in CALLS:
-        for row in measure(heads, dim, options):
-            rows.append(row)
-            figures = {k: float(f"{v:.3g}") for k, v in row.items() if isinstance(v, float)}
-            words = f"{row['call']:28s} {row['direction']:21s} {row['platform']:7s} {row['tiles']:40s}"
-            print(f"{time.time() - begin:5.0f} s  {words} {figures}", flush=True)
-            with open(options.out, "w") as file:
-                json.dump({**environment(), "rows": rows}, file, indent=1)
+    rows = itertools.chain.from_iterable(measure(heads, dim, options) for heads, dim in CALLS)
+    keep(options.out, rows, "triton", "jax-triton")
 
 
 if __name__ == "__main__":

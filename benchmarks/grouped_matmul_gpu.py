@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shared import environment
 
 from ejkernel import grouped_matmul
 from ejkernel.utils.bursts import time_bursts
@@ -65,8 +66,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     result = {
-        "versions": {"jax": jax.__version__},
-        "device": jax.devices()[0].device_kind,
+        **environment(),
         "cases": [row for case in CASES for row in measure(*case, options.rounds)],
     }
     if options.out:

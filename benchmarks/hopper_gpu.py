@@ -197,12 +197,13 @@ def main():
     names = [OURS, CUDNN] + [TOKAMAX] * bool(arguments.peers) + [FA4] * bool(arguments.fa4)
 
     import jax
+    from shared import origin
 
     begin, result = time.time(), {}
     if arguments.out.exists():
         result = json.loads(arguments.out.read_text())
     versions = {name: version for name, version in child.versions().items() if name != "ejkernel"}
-    result |= {"device": jax.devices()[0].device_kind, "versions": {"ejkernel": versions}}
+    result |= {**origin(), "device": jax.devices()[0].device_kind, "versions": {"ejkernel": versions}}
     for part in parts:
         jobs = [job for job in jobs_of(part, names, options) if part != "llama" or job["implementation"] != FA4]
         result[part] = []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from shared import environment
 
 import ejkernel
 from ejkernel.utils.bursts import time_bursts
@@ -88,8 +89,7 @@ def main():
         for which, times in found.items():
             print(f"{name:28} {which:16}", times.error or f"{times.best * 1e3:.3f} ms", flush=True)
     if options.out:
-        told = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "seconds": results}
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
+        options.out.write_text(json.dumps({**environment("triton", "jax-triton"), "seconds": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

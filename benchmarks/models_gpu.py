@@ -17,7 +17,6 @@ measures.
 
 import argparse
 import contextlib
-import datetime
 import functools
 import json
 import subprocess
@@ -325,10 +324,11 @@ def main():
         names += [FA4] * bool(options.fa4) + [TOKAMAX] * bool(options.peers) + [CUDNN]
 
     import jax
+    from shared import origin
 
     begin = time.monotonic()
     versions = {name: version for name, version in child.versions().items() if name != "ejkernel"}
-    result = {"device": jax.devices()[0].device_kind, "versions": versions, "calls": []}
+    result = {**origin(), "device": jax.devices()[0].device_kind, "versions": versions, "calls": []}
     keep = options.missing or options.only != list(CALLS)
     rows = known_rows(options.out) if keep else {}
     lock = filelock.FileLock(f"{options.out}.lock")
@@ -347,7 +347,6 @@ def main():
             with lock:
                 row = measured(name, programs, reference, names, options.rounds)
                 rows = {**rows, **(known_rows(options.out) if keep else {}), name: row}
-                result["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
                 result["calls"] = [rows[known] for known in CALLS if known in rows]
                 options.out.write_text(json.dumps(result, indent=1) + "\n")
             left.remove(name)

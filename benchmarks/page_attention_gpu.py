@@ -8,18 +8,15 @@ eager call on the host is a part of its own. All implementations of a call are t
 says how). Errors are those of the first and the last sequence against float64, by norm.
 """
 
-import argparse
-import contextlib
-import json
-import platform
+import itertools
 import sys
 import time
 import warnings
-from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from shared import gpu_options, keep
 
 from ejkernel import flash_attention, page_attention, page_update
 from ejkernel.utils.bursts import time_bursts
@@ -308,33 +305,15 @@ def host(options):
     }
 
 
-def environment():
-    """The device and the versions."""
-    names = ("jax", "jaxlib", "triton", "jax-triton", "torch", "flash-attn-4")
-    found = {}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return {"device": jax.devices()[0].device_kind, "python": platform.python_version(), "versions": found}
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
+    parser = gpu_options(__doc__)
     parser.add_argument("--fa4", default="")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     sys.path.extend(filter(None, options.fa4.split(",")))
-    rows, begin = [], time.time()
-    for part in options.parts.split(","):
-        own = {"update": update, "host": host}.get(part)
-        for row in own(options) if own else measure(part, options):
-            rows.append(row)
-            figures = {k: round(v, 4) for k, v in row.items() if isinstance(v, float | int)}
-            print(f"{time.time() - begin:5.0f} s  {row['call']:36s} {row['implementation']:22s} {figures}", flush=True)
-            with open(options.out, "w") as file:
-                json.dump({**environment(), "rows": rows}, file, indent=1)
+    own = {"update": update, "host": host}
+    parts = (own[part](options) if part in own else measure(part, options) for part in options.parts.split(","))
+    keep(options.out, itertools.chain.from_iterable(parts), "triton", "jax-triton", "torch", "flash-attn-4")
 
 
 if __name__ == "__main__":

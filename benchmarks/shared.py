@@ -1,13 +1,16 @@
-"""What the benchmarks share: times of several runners, and where a result was measured."""
+"""What the benchmarks share: times of several runners, and files of results that say where they are from."""
 
 import argparse
+import contextlib
+import datetime
 import functools
 import json
 import os
 import platform
+import sys
+import time
+from importlib import metadata
 from pathlib import Path
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ from ejkernel.utils.bursts import time_bursts
 
 # Before a burst on a CPU: torch's threads spin for a while after their work, and would slow the next runner.
 PAUSE = 0.3
+ROOT = Path(__file__).parents[1]
 
 
 def best_of(runs, rounds):
@@ -40,15 +44,58 @@ def torch_version():
     return torch.__version__
 
 
+def origin():
+    """The script that runs, and the day: what every file of results begins with."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
+    return {"script": name, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+
+
+def environment(*packages):
+    """The origin, the device, and the versions of those packages that are installed."""
+    found = {}
+    for name in ("jax", "jaxlib", *packages):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {
+        **origin(),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": found,
+    }
+
+
+def gpu_options(doc):
+    """A parser with the options of the scripts that `keep` rows."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser
+
+
+def keep(path, rows, *packages):
+    """Prints each row as it comes, and writes all so far."""
+    kept, begin = [], time.time()
+    for row in rows:
+        kept.append(row)
+        words = "  ".join(value for value in row.values() if isinstance(value, str))
+        figures = {name: float(f"{value:.3g}") for name, value in row.items() if isinstance(value, float | int)}
+        print(f"{time.time() - begin:5.0f} s  {words}  {figures}", flush=True)
+        path.write_text(json.dumps({**environment(*packages), "rows": kept}, indent=1) + "\n")
+
+
 def main(doc, measure):
-    """``--out`` and ``--rounds``; ``measure(rounds)`` returns what is to be kept beside versions and machine."""
+    """On a CPU: ``--out`` and ``--rounds``; ``measure(rounds)`` returns what is kept beside versions and machine."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     jnp.zeros(1).block_until_ready()
     result = {
+        **origin(),
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,

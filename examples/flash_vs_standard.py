@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from ejkernel import flash_attention, lab
 from ejkernel.errors import EjkernelError
 from ejkernel.lab.extras import need
+from ejkernel.lab.report import machine
 from ejkernel.utils import get_memory_usage
 
 GPU = jax.default_backend() == "gpu"
@@ -85,7 +86,9 @@ def main():
         rows.append(row := study(length))
         print(f"{length:>8}" + "".join(f"{row[name]:>15{kind}}" for name, kind in columns.items()))
     where = jax.devices()[0].device_kind if GPU else f"CPU, {os.cpu_count()} cores"
-    about = {"device": where, "dtype": DTYPE, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "batch": 1}
+    here = machine()
+    about = {"script": "examples/flash_vs_standard.py", "date": here["measured_at"][:10], "versions": here["versions"]}
+    about |= {"device": where, "dtype": DTYPE, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "batch": 1}
     path = out / "flash_vs_standard"
     numbers = [{name: None if x != x else x for name, x in row.items()} for row in rows]  # JSON has no NaN
     path.with_suffix(".json").write_text(json.dumps({**about, "causal": True, "rows": numbers}, indent=2) + "\n")

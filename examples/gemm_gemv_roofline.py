@@ -22,6 +22,7 @@ from ejkernel import lab
 from ejkernel.callib.chips import identify
 from ejkernel.errors import EjkernelError
 from ejkernel.lab.extras import need
+from ejkernel.lab.report import machine
 
 GPU = jax.default_backend() == "gpu"
 DTYPE, SIZES = ("bfloat16", [2**i for i in range(9, 15)]) if GPU else ("float32", [128, 256, 512, 1024, 2048, 4096])
@@ -105,7 +106,13 @@ def main():
         print(f"{size:>6}" + "".join(f"{row[name]:>17.4f}" for name in columns) + f"{row['relative_error']:>12.1e}")
     ceilings = lab.measure_ceilings()
     where = f"{jax.devices()[0].device_kind if GPU else f'CPU, {os.cpu_count()} cores'}, {DTYPE}"
-    result = {"device": where, "dtype": DTYPE, "rows": rows, "points": points(rows), "ceilings": ceilings.to_json()}
+    here = machine()
+    result = {
+        "script": "examples/gemm_gemv_roofline.py",
+        "date": here["measured_at"][:10],
+        "versions": here["versions"],
+    }
+    result |= {"device": where, "dtype": DTYPE, "rows": rows, "points": points(rows), "ceilings": ceilings.to_json()}
     (out / "gemm_gemv_roofline.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(rows, "jnp.dot" if missing else "torch.matmul", where, ceilings, out)
     print(f"wrote four figures and gemm_gemv_roofline.json to {out} in {time.perf_counter() - began:.0f} s")

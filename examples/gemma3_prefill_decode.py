@@ -15,6 +15,7 @@ from pathlib import Path
 from ejkernel import lab
 from ejkernel.errors import EjkernelError
 from ejkernel.lab.extras import need
+from ejkernel.lab.report import machine
 
 
 class Gemma:
@@ -109,7 +110,10 @@ def main():
         with torch.no_grad():
             rows.append(study(torch, model, length, repeats))
         print("".join(f"{rows[-1][name]:>12{form}}" for name, form in columns.items()), flush=True)
-    path.with_suffix(".json").write_text(json.dumps({"title": title, "weights_gb": weights, "rows": rows}, indent=2))
+    here = machine()
+    about = {"script": "examples/gemma3_prefill_decode.py", "date": here["measured_at"][:10], "device": where}
+    about |= {"versions": here["versions"], "title": title}
+    path.with_suffix(".json").write_text(json.dumps({**about, "weights_gb": weights, "rows": rows}, indent=2))
     draw(rows, title, weights, path.with_suffix(".png"))
     print(f"wrote {path}.png and .json after {time.perf_counter() - began:.0f} s")
     if not all(row["error"] < bound for row in rows):

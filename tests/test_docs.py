@@ -30,8 +30,66 @@ def test_docstrings(name):
     assert result.failed == 0
 
 
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+# Above a block that cannot run here, for readers to see.
+NOT_RUN = re.compile(r"^\*Not run by the tests: .{10,}\.\*$")
+# Run by tests of their own, which look at what they print or leave behind, or skip what is not installed.
+LOOKED_AT = {
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("custom_kernels", "devices", "integrations", "migration", "serving", "training", "tuning")
+    ),
+}
+# Their blocks measure, for seconds, what other tests measure too.
+SLOW = {"docs/lab.md"}
+
+
 def python_blocks(path):
-    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+    """The blocks that run; those of a page share their names unless it says otherwise."""
+    text, blocks = path.read_text(), []
+    for match in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        above = text[: match.start()].rstrip().rpartition("\n")[2]
+        if not NOT_RUN.match(above):
+            blocks.append(match[1])
+    return blocks
+
+
+def own_name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def runnable():
+    for page in PAGES:
+        if python_blocks(page) and own_name(page) not in LOOKED_AT:
+            slow = [pytest.mark.slow] * (own_name(page) in SLOW)
+            yield pytest.param(page, id=own_name(page), marks=slow)
+
+
+@pytest.mark.parametrize("page", list(runnable()))
+def test_blocks_run(page):
+    scope = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for number, block in enumerate(python_blocks(page), 1):
+            try:
+                exec(compile(block, f"{own_name(page)}, block {number}", "exec"), scope)
+            except ImportError as error:
+                if (error.name or "ejkernel").partition(".")[0] in ("ejkernel", "jax"):
+                    raise
+                pytest.skip(f"block {number} needs {error.name}, which is not installed")
+
+
+def test_no_python_is_hidden_from_the_tests():
+    """Every fence of Python is written as `python_blocks` reads it, and a block that is not run says why."""
+    for page in PAGES:
+        fences = re.findall(r"^\s*(?:```+|~~~+) *(\S*)", page.read_text(), re.MULTILINE)
+        odd = {word for word in fences if word.lower().startswith(("py", "{")) and word != "python"}
+        assert not odd, f"{own_name(page)}: {odd}"
+        whole = re.findall(r"^```python$", page.read_text(), re.MULTILINE)
+        reasons = [line for line in page.read_text().splitlines() if NOT_RUN.match(line)]
+        assert len(whole) == fences.count("python") == len(python_blocks(page)) + len(reasons), own_name(page)
+        named = Path(__file__).read_text().count(page.stem)
+        assert own_name(page) not in LOOKED_AT or named > 1, f"no test runs the blocks of {own_name(page)}"
 
 
 def test_custom_kernels_page():
@@ -88,13 +146,8 @@ OPERATIONS = [n for n in kernel_registry.list_algorithms() if kernel_registry.op
 @pytest.mark.parametrize("name", [*OPERATIONS, "dot_product_attention"])
 def test_operation_pages(name):
     page = ROOT / "docs" / "operations" / f"{name}.md"
-    blocks = python_blocks(page)
-    assert blocks
+    assert python_blocks(page)
     assert (f"<!-- features: {name} -->\n|" in page.read_text()) == (name in OPERATIONS)
-    scope = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for block in blocks:
-            exec(block, scope)
 
 
 def test_the_log_of_the_hopper_kernels_names_what_is_recorded():
@@ -140,13 +193,25 @@ def test_nothing_installs_from_the_package_index():
 
 def test_lines_are_short():
     """Tables excepted: a row cannot be wrapped."""
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+    for page in PAGES:
         for number, line in enumerate(page.read_text().splitlines(), 1):
             assert len(line) <= 120 or line.startswith("|"), f"{page.name}:{number} has {len(line)} characters"
 
 
+def anchors(page):
+    """Those of a page's headings, as git hosts and the site make them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
 def test_links_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            if not path.startswith("http"):
+                there = page.parent / path if path else page
+                assert there.exists(), f"{own_name(page)}: {target}"
+                assert not anchor or anchor in anchors(there), f"{own_name(page)}: {target}"
