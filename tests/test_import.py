@@ -12,6 +12,8 @@ OPTIONAL = [
     "jax_triton",
     "torch",
     "transformers",
+    "flax",
+    "equinox",
     "matplotlib",
     "pandas",
     "jinja2",
