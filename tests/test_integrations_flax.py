@@ -1,6 +1,7 @@
 """Flax's modules with our attention beside their own, and its recurrent cells beside ``recurrent``."""
 
 import functools
+import itertools
 
 import decoders
 import jax
@@ -106,7 +107,7 @@ def layers(attention, **options):
         jax.random.key(0), jnp.ones((2, 7, 16))
     )
     new = nnx.MultiHeadAttention(4, 16, decode=False, attention_fn=attention, rngs=nnx.Rngs(0), **options)
-    return new, functools.partial(old.apply, {"params": parameters["params"]})
+    return new, functools.partial(old.apply, parameters)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=slow)])
@@ -264,13 +265,10 @@ def test_modules_tell_what_they_cannot_have():
     for layer in (new, old):
         with pytest.raises(UnsupportedError, match="sow_weights"):
             layer(x, sow_weights=True)
-    _, old = layers(
-        attention_fn,
-        qk_attn_weights_einsum_cls=lambda: jnp.einsum,
-        attn_weights_value_einsum_cls=lambda: jnp.einsum,
-    )
+    einsums = dict.fromkeys(("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: jnp.einsum)
+    old = linen.MultiHeadDotProductAttention(num_heads=4, attention_fn=attention_fn, **einsums)
     with pytest.raises(UnsupportedError, match="qk_attn_weights_einsum"):
-        old(x)
+        old.init(jax.random.key(0), x)
 
 
 WRONG = [
@@ -369,9 +367,7 @@ CELLS = {"LSTMCell": "lstm", "OptimizedLSTMCell": "lstm", "GRUCell": "gru", "Sim
 def cells(name, *sizes, seed=0):
     """Cells whose biases are not 0, as they are when flax makes them."""
     bias = nnx.initializers.normal(0.5)
-    return [
-        getattr(nnx, name)(a, b, bias_init=bias, rngs=nnx.Rngs(seed)) for a, b in zip(sizes, sizes[1:], strict=False)
-    ]
+    return [getattr(nnx, name)(a, b, bias_init=bias, rngs=nnx.Rngs(seed)) for a, b in itertools.pairwise(sizes)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("LSTMCell", "GRUCell") else slow) for n in CELLS])
