@@ -327,7 +327,7 @@ MASK = nnx.make_causal_mask(jnp.ones((1, decoders.LENGTH)))
 
 def new_losses(attention, mask):
     graph, state = nnx.split(NewDecoder(attention, nnx.Rngs(0)))
-    return decoders.losses(state, lambda state, tokens: nnx.merge(graph, state)(tokens, mask), 100)
+    return decoders.losses(state, lambda state, tokens: nnx.merge(graph, state)(tokens, mask))
 
 
 def test_training_with_nnx():
@@ -354,8 +354,8 @@ class OldDecoder(linen.Module):
 def test_training_with_linen():
     def losses(attention, mask):
         model = OldDecoder(attention)
-        parameters = model.init(jax.random.key(0), decoders.batches(1)[0, :, :-1], MASK)
-        return decoders.losses(parameters, functools.partial(model.apply, mask=mask), 100)
+        parameters = model.init(jax.random.key(0), decoders.sequences()[:, :-1], MASK)
+        return decoders.losses(parameters, functools.partial(model.apply, mask=mask))
 
     decoders.assert_same_training(losses(AttentionFn(causal=True), None), losses(linen.dot_product_attention, MASK))
     decoders.assert_same_training(losses(attention_fn, MASK), losses(linen.dot_product_attention, MASK))
