@@ -72,6 +72,20 @@ def test_serving_page():
     exec(block, {})
 
 
+PAGES_WITH_PACKAGES = [
+    pytest.param(block, id=f"{page}-{number}", marks=pytest.mark.slow if number else ())
+    for page in ("integrations", "migration")
+    for number, block in enumerate(python_blocks(ROOT / "docs" / f"{page}.md"))
+]
+
+
+@pytest.mark.parametrize("block", PAGES_WITH_PACKAGES)
+def test_pages_about_other_packages(block):
+    for package in set(re.findall(r"^(?:import|from) (flax|equinox|torch|keras)\b", block, re.MULTILINE)):
+        pytest.importorskip(package)
+    exec(block, {})
+
+
 def test_readme():
     scope, output = {}, io.StringIO()
     text = (ROOT / "README.md").read_text()
