@@ -370,7 +370,7 @@ def cells(name, *sizes, seed=0):
     return [getattr(nnx, name)(a, b, bias_init=bias, rngs=nnx.Rngs(seed)) for a, b in itertools.pairwise(sizes)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("LSTMCell", "GRUCell") else slow) for n in CELLS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "GRUCell" else slow) for n in CELLS])
 def test_recurrent_cells(name):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 5)), jnp.float32)
     stack = nnx.List([nnx.RNN(cell) for cell in cells(name, 5, 4, 3)])
