@@ -39,7 +39,7 @@ _HOMES = {
     "target": "ejkernel.ops.config.context",
 }
 
-_PACKAGES = ("callib", "errors", "lab", "ops", "patterns", "utils", "xla_utils")
+_PACKAGES = ("callib", "errors", "integrations", "lab", "ops", "patterns", "utils", "xla_utils")
 
 __all__ = sorted([*_HOMES, "patterns"])
 

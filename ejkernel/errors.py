@@ -23,3 +23,7 @@ class UnsupportedError(EjkernelError, NotImplementedError):
 
 class InvalidInputError(EjkernelError, ValueError):
     """An argument is wrong: the message names it, says what it was, what was expected and what to do."""
+
+
+class MissingPackageError(EjkernelError, ImportError):
+    """A package that a part of the library needs is not installed."""

@@ -50,7 +50,7 @@ def reference(query, key, value, sparsity_mask, softmax_aux=None, q_segment_ids=
 
 
 def example(name, *, batch=2, q_len=48, kv_len=48, heads=2, kv_heads=2, dim=8, value_dim=8, blocks=(16, 16), mask_heads=0,
-            density=0.5, segments=False, sinks=0, features=(), slow_interpreted=True, **statics):  # fmt: skip
+            density=0.5, segments=False, sinks=0, traced_window=None, features=(), slow_interpreted=True, **statics):  # fmt: skip
     """``mask_heads``: 0 for one mask, 1 for one a head, 2 for one a batch entry and head."""
     grid = -(-q_len // blocks[0]), -(-kv_len // blocks[1])
     uneven = any(size < length and size % 64 for length, size in zip((q_len, kv_len), blocks, strict=True))
@@ -68,6 +68,8 @@ def example(name, *, batch=2, q_len=48, kv_len=48, heads=2, kv_heads=2, dim=8, v
                 arrays[f"{what}_segment_ids"] = np.sort(rng.integers(0, 4, (batch, length)), -1).astype(np.int32)
         if sinks:
             arrays["softmax_aux"] = rng.standard_normal((heads, sinks) if sinks > 1 else (sinks,))
+        if traced_window is not None:
+            arrays["sliding_window"] = np.asarray(traced_window, np.int32)
         return arrays
 
     axes = dict.fromkeys(("query", "key", "value", "q_segment_ids", "kv_segment_ids"), 0)
@@ -96,6 +98,8 @@ EXAMPLES = [
     example("batch_masks", heads=4, mask_heads=2, q_len=40, features={"gqa", "cross"}, causal=True),
     example("gqa", heads=4, value_dim=12, features={"gqa", "value_dim"}),
     example("window", sliding_window=(11, 3), features={"window"}, density=0.7, slow_interpreted=False),
+    example("traced_window", traced_window=9, q_len=53, kv_len=61, heads=4, mask_heads=1, causal=True, sinks=1, density=0.7,
+            features={"causal", "window", "traced_window", "gqa", "sinks", "cross", "lse"}, return_lse=True, slow_interpreted=False),
     example("segments", segments=True, features={"segments"}, density=0.7),
     example("sinks", sinks=1, features={"sinks", "lse"}, return_lse=True),
     example("blocks_longer_than_the_arrays", q_len=20, kv_len=30, dim=32, value_dim=32, blocks=(64, 64), features={"cross"}, density=1.0),

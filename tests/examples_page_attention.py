@@ -80,6 +80,7 @@ def make(
     shared=(),
     chunks=None,
     padding=0,
+    traced_window=None,
 ):
     """Pages in no order, and every entry and token that is not owned poisoned.
 
@@ -126,6 +127,8 @@ def make(
         if sinks is not None:
             shape = (2,) if sinks == "shared" else (kv_heads * group, 3)
             arrays["softmax_aux"] = rng.standard_normal(shape)
+        if traced_window is not None:
+            arrays["sliding_window"] = np.asarray(traced_window, np.int32)
         if scales is not None:
             shape = () if scales == "scalar" else (kv_heads,)
             level = 1 / 64 if cache == "int8" else 1.0
@@ -171,6 +174,13 @@ EXAMPLES = [
     example("value_dim", make([13, 6], group=3, value_dim=3), {"softmax_scale": 0.3}, features={"gqa", "value_dim"}),
     example(
         "window", make([19, 3, 8, 0], group=2), {"sliding_window": (4, 0), "block_size": 4}, features={"gqa", "window"}
+    ),
+    example(
+        "traced_window",
+        make([19, 3, 8, 0], group=2, sinks="own", chunks=[6, 1, 0, 0], padding=2, traced_window=5),
+        {"return_lse": True},
+        (*FLOATS, "softmax_aux"),
+        {"varlen", "gqa", "window", "traced_window", "sinks", "lse"},
     ),
     example("only_itself", make([17, 4]), {"sliding_window": 0}, features={"window"}),
     example("soft_cap", make([18, 11]), {"logits_soft_cap": 0.7, "num_splits": 2}, features={"soft_cap"}),

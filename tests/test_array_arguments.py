@@ -1,5 +1,7 @@
 """Scales and windows that come as arrays, and packed sequences without a batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +190,16 @@ OTHERS = {
 }
 
 
+_long, _cache = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 4096, 8, 128), (2048, 8, 64, 128)))
+ABSTRACT = {
+    "page": (
+        jax.ShapeDtypeStruct((64, 64, 128), jnp.bfloat16), _cache, _cache, jax.ShapeDtypeStruct((64,), jnp.int32),
+        jax.ShapeDtypeStruct((64, 32), jnp.int32),
+    ),
+    "blocksparse": (_long, _long, _long, jax.ShapeDtypeStruct((64, 64), jnp.bool_)),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_scales_of_the_other_operations(name):
     attend = OTHERS[name]
@@ -197,18 +209,84 @@ def test_scales_of_the_other_operations(name):
     np.testing.assert_allclose(slope, (above - below) / 0.02, rtol=1e-2)
 
 
+OTHERS_TOO = {
+    **OTHERS,
+    "page, packed": lambda **more: page_attention(X[0, :9], **PAGES, cum_seqlens_q=jnp.array([0, 5, 8]), **more),
+    "ring, zigzag": lambda **more: ring_attention(X, X, X, mesh=MESH, layout="zigzag", causal=False, **more),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OTHERS else slow) for n in OTHERS_TOO])
+def test_windows_of_the_other_operations(name):
+    """As static ones, by one compilation."""
+    attend, count = OTHERS_TOO[name], 0
+
+    @jax.jit
+    def traced(left, right):
+        nonlocal count
+        count += 1
+        return attend(sliding_window=(left, right))
+
+    for window, static in (((5, 0), {"sliding_window": (5, 0)}), ((2**31 - 1, 2**31 - 1), {})):
+        np.testing.assert_allclose(traced(*map(jnp.int32, window)), attend(**static), atol=1e-6)
+    assert count == 1
+
+
+@slow
+@pytest.mark.parametrize("name", OTHERS_TOO)
+def test_windows_that_differ_from_layer_to_layer(name):
+    attend, windows = OTHERS_TOO[name], [(0, 3), (5, 0), (20, 20)]
+    expected = jnp.stack([attend(sliding_window=window) for window in windows])
+    for over_layers in (jax.vmap, lambda one: functools.partial(jax.lax.map, one)):
+        layers = over_layers(lambda window: attend(sliding_window=(window[0], window[1])))(jnp.array(windows))
+        np.testing.assert_allclose(layers, expected, atol=1e-6)
+    half = jax.jit(lambda left: attend(sliding_window=(left, None)))(jnp.int32(5))
+    np.testing.assert_allclose(half, attend(sliding_window=(5, None)), atol=1e-6)
+    np.testing.assert_allclose(attend(sliding_window=jnp.int32(4)), attend(sliding_window=4), atol=1e-6)
+
+
+@slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_gradients_of_a_ring_whose_window_is_from_data(layout):
+    def gradients(window):
+        attend = functools.partial(ring_attention, mesh=MESH, layout=layout, sliding_window=window)
+        return jax.grad(lambda x: (attend(x, x[:, :, :1], x[:, :, :1]) ** 2).sum())(X)
+
+    np.testing.assert_allclose(jax.jit(gradients)((jnp.int32(9), 0)), gradients((9, 0)), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_the_other_operations_refuse(name):
     attend = OTHERS[name]
-    for window in (jnp.int32(3), (jnp.int32(3), 0)):
-        with pytest.raises(InvalidInputError, match=f"{name}_attention: sliding_window is "):
+    for window, words in ((jnp.int32(-1), "a side is -1"), (jnp.float32(2), "whole"), ((jnp.int32(1), -1), "≥ 0")):
+        with pytest.raises(InvalidInputError, match=f"{name}_attention: sliding_window is .*{words}"):
             attend(sliding_window=window)
-        with pytest.raises(InvalidInputError, match=f"{name}_attention: sliding_window is "):
-            jax.jit(lambda window: attend(sliding_window=window))(window)
     with pytest.raises(InvalidInputError, match=f"{name}_attention: softmax_scale is "):
         attend(softmax_scale=jnp.ones(2))
     with pytest.raises(InvalidInputError, match=rf"{name}_attention: softmax_aux is .*\[:, None\]"):
         attend(softmax_aux=jnp.ones(2))
+
+
+def test_tables_behind_a_window_from_data():
+    """Entries of pages that a window leaves out may be anything, so what is refused depends on what is known of it."""
+    garbage = {**PAGES, "block_tables": jnp.array([[-1, 3], [2, -1]])}
+    out = page_attention(X[:, 0], **garbage, sliding_window=(jnp.int32(3), 0))
+    np.testing.assert_array_equal(out, page_attention(X[:, 0], **garbage, sliding_window=(3, 0)))
+    with pytest.raises(InvalidInputError, match=r"block_tables is .*\[0, 0\] is -1"):
+        page_attention(X[:, 0], **garbage, sliding_window=(jnp.int32(4), 0))
+    np.testing.assert_array_equal(jax.jit(lambda w: page_attention(X[:, 0], **garbage, sliding_window=w))(3), out)
+
+
+@pytest.mark.parametrize("name", ["page", "blocksparse"])
+def test_kernels_that_know_no_window_from_data_are_refused(name):
+    def explained(window):
+        return explain(f"{name}_attention", *ABSTRACT[name], sliding_window=window, device="nvidia-h200")
+
+    static, traced = explained((64, 0)), explained((jax.ShapeDtypeStruct((), jnp.int32), 0))
+    before, after = (next(c for c in e.candidates if c.platform.value == "pallas") for e in (static, traced))
+    assert before.verdict != "refused"
+    assert after.reasons == ("a sliding_window that is an array is not supported",)
+    assert traced.chosen.platform.value == "triton"
 
 
 @slow

@@ -149,6 +149,23 @@ def test_vmap():
     np.testing.assert_allclose(jax.vmap(one)(floats, others)[:, 0], whole, atol=2e-6)
 
 
+@slow
+def test_vmap_with_a_bias_for_each_example():
+    """Inputs without a batch, a bias each, and a mask of three dimensions for all."""
+    floats, _ = make(bias=(2, 4, 19, 19))
+    mask = jnp.asarray(np.arange(19) != 5)[None, None]
+
+    def run(attend, floats):
+        def loss(floats):
+            return (jax.vmap(lambda one: attend(**one, mask=mask))(floats) ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(floats)
+
+    grads, expected = run(dot_product_attention, floats), run(theirs, floats)
+    for name, grad in grads.items():
+        assert_close(grad, expected[name], "float32", gradient=True, what=name)
+
+
 def test_rows_that_see_nothing():
     """jax.nn gives them the mean of all values, and takes gradients to those; see the page."""
     floats, others = make(kv_len=5, local_window_size=(2, 0))

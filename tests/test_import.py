@@ -1,5 +1,6 @@
 """Importing the package does nothing else."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,11 +8,15 @@ import sys
 
 import pytest
 
+from ejkernel.errors import MissingPackageError
+
 OPTIONAL = [
     "triton",
     "jax_triton",
     "torch",
     "transformers",
+    "flax",
+    "equinox",
     "matplotlib",
     "pandas",
     "jinja2",
@@ -71,6 +76,15 @@ def test_import_touches_nothing(tmp_path, names):
 
 def test_import_is_light(tmp_path):
     assert [m for m in fresh(tmp_path)["modules"] if m.startswith("ejkernel")] == ["ejkernel"]
+
+
+@pytest.mark.parametrize("package", ["flax", "equinox", "torch"])
+def test_an_integration_without_its_package_says_what_to_install(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"ejkernel.integrations.{package}", raising=False)
+    words = rf"^ejkernel.integrations.{package} needs {package}: pip install '\.\[{package}\]' in a clone of ejkernel$"
+    with pytest.raises(MissingPackageError, match=words):
+        importlib.import_module(f"ejkernel.integrations.{package}")
 
 
 def test_every_name_is_public():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ejkernel.errors import EjkernelError, how_to_install
+from ejkernel.errors import MissingPackageError, how_to_install
 
 _EXTRA_OF = {
     "torch": "torch",
@@ -13,10 +13,6 @@ _EXTRA_OF = {
     "triton": "gpu",
     "jax_triton": "gpu",
 }  # all others are in the extra "lab"
-
-
-class MissingPackageError(EjkernelError, ImportError):
-    """A package that this part of the lab needs is not installed."""
 
 
 def need(module: str, what: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Integer
 
 from ejkernel.callib.integers import power_of_two
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.core.checks import Checker, is_data
 from ejkernel.utils import log_sum_exp
+from ejkernel.utils.values import concrete
 
 Window = tuple[int | None, int | None]
+# One side of a window: static, or an array that may be traced.
+Side = int | np.integer | Integer[Array | np.ndarray, ""] | None
 
 
 class AttentionChecker(Checker):
@@ -100,6 +105,18 @@ class AttentionChecker(Checker):
         if isinstance(value, jax.ShapeDtypeStruct) and not abstract:
             self.fail(name, value, f"{expected} (only explain takes abstract arrays)")
 
+    def window_sides(self, name: str, window: Any, abstract: bool = False) -> tuple[Any, Any]:
+        """A window's sides of which one at least is an array; what is wrong with one is known only if it is concrete."""
+        sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
+        # What is static is checked as ever, with arrays as if they were 0.
+        self.window(name, tuple(0 if is_data(side) else side for side in sides))
+        for side in filter(is_data, sides):
+            self.data(name, side, "whole numbers ≥ 0, each a scalar", (jnp.integer,), abstract)
+            values = concrete(side)
+            if values is not None and values < 0:
+                self.fail(name, side, f"whole numbers ≥ 0; a side is {values}")
+        return sides
+
     def scaled_query(
         self, arguments: dict[str, Any], abstract: bool = False, name: str = "softmax_scale"
     ) -> dict[str, Any]:
@@ -121,6 +138,11 @@ def _scaled(query: Array, scale: Array) -> Array:
     return (query.astype(wide) * scale.astype(wide)).astype(query.dtype)
 
 
+def from_data(window: Any) -> bool:
+    """Whether a side of a window came as an array."""
+    return any(map(is_data, window)) if isinstance(window, tuple | list) else is_data(window)
+
+
 def effective_window(window: Window, causal: bool, longest: int) -> Window:
     """All that causality and the sliding window leave; a side as long as the arrays hides nothing."""
     # Sides that hide nothing go, for longer ones need not fit the kernels' integers.
@@ -132,6 +154,16 @@ def key_intervals(position: Any, first: Any, end: Any, left: Any, right: Any) ->
     """Starts and stops of the keys that queries at these positions see, out of those from ``first`` to before ``end``."""
     start = first if left is None else jnp.clip(position - left, first, end)
     return start, end if right is None else jnp.clip(position + right + 1, start, end)
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "lengths"))
+def window_intervals(window: tuple, causal: bool, lengths: tuple[int, int]) -> tuple[Array, Array]:
+    """``[1, Sq]`` starts and stops of the keys that each query sees through a window that is known only to the device."""
+    left, right = (None if side is None else within(side, 0, max(lengths)) for side in window)
+    position = jnp.arange(lengths[0], dtype=jnp.int32) + (lengths[1] - lengths[0])
+    ends = jnp.zeros_like(position), jnp.full_like(position, lengths[1])
+    start, stop = key_intervals(position, *ends, left, 0 if causal else right)
+    return start[None], stop[None]
 
 
 def within(side: Any, low: int, high: int) -> Array:

@@ -23,13 +23,16 @@ from ejkernel.kernels.common.block_lists import Blocks, list_blocks
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.ops.attention import (
     AttentionChecker,
+    Side,
     Window,
     attention_axes,
     effective_window,
+    from_data,
     joined_sinks,
     nbytes,
     segment_pair,
     statistics_dtype,
+    window_intervals,
     window_words,
 )
 from ejkernel.ops.core.operation import AnyArray, Operation
@@ -49,7 +52,7 @@ def blocksparse_attention(
     block_size: int | np.integer | Sequence[int] = 64,
     *,
     causal: bool | np.bool_ = False,
-    sliding_window: int | np.integer | Sequence[int | None] | None = None,
+    sliding_window: Side | Sequence[Side] = None,
     softmax_scale: float | int | Num[Array | np.ndarray, ""] | None = None,
     logits_soft_cap: float | int | None = None,
     softmax_aux: Float[AnyArray, "..."] | None = None,
@@ -73,7 +76,8 @@ def blocksparse_attention(
             ``nq = ceil(Sq / block_size)``, ``nk = ceil(Sk / block_size)``; see ``ejkernel.patterns``. May be traced.
         block_size: positions a block, or a pair for queries and keys; a last block may be partial.
         causal: query ``i`` sees keys ``j <= i + Sk - Sq``.
-        sliding_window: ``(left, right)`` in positions, as in ``flash_attention``.
+        sliding_window: ``(left, right)`` in positions, as in ``flash_attention``; a side may be an array, which may be traced.
+            Then the device lists the blocks of a mask that has values too.
         softmax_scale: default ``D ** -0.5``; an array has a gradient, as in ``flash_attention``.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
         softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``.
@@ -92,8 +96,25 @@ def blocksparse_attention(
         (1, 256, 2, 8)
     """
     arguments = _check.scaled_query(locals())
+    if from_data(sliding_window):
+        return OPERATION(_with_intervals(arguments))
     mask = _listed(query, key, value, sparsity_mask, block_size, causal, sliding_window)
     return OPERATION({**arguments, "sparsity_mask": mask})
+
+
+def _with_intervals(a: dict[str, Any], abstract: bool = False) -> dict[str, Any]:
+    """The arguments, with a window that came as arrays, and causality, as the interval of keys that each query sees."""
+    _check.main_arrays(a["query"], a["key"], a["value"])
+    window = _check.window_sides("sliding_window", a["sliding_window"], abstract)
+    causal, lengths = _check.flag("causal", a["causal"]), (a["query"].shape[1], a["key"].shape[1])
+    rows = jax.ShapeDtypeStruct((1, lengths[0]), jnp.int32)
+    intervals = (rows, rows) if abstract else window_intervals(window, causal, lengths)
+    return {
+        **a,
+        "causal": False,
+        "sliding_window": None,
+        **dict(zip(BlockSparseAttention.inside, intervals, strict=True)),
+    }
 
 
 def _listed(query: Any, key: Any, value: Any, mask: Any, block_size: Any, causal: Any, sliding_window: Any) -> Any:
@@ -145,20 +166,23 @@ class _Grid(NamedTuple):
         """Whether an axis has several blocks that are no multiples of 64 positions, the rows of a GPU's products."""
         return any(size < length and size % 64 > 0 for length, size in zip(self.lengths, self.sizes, strict=True))
 
-    def visibility(self, mask: Any, window: Window) -> tuple[Any, Any]:
-        """Of the kernels' blocks: which are kept and may hold visible pairs, ``[B|1, H|1, nq, nk]``; which hold no others."""
+    def visibility(self, mask: Any, window: Window, by_data: tuple[Array, Array] | None = None) -> tuple[Any, Any]:
+        """Of the kernels' blocks: which are kept and may hold visible pairs, ``[B|1, H|1, nq, nk]``; which hold no others.
+
+        ``by_data``: the first key that each query sees and the first after those, where only the device knows the window.
+        """
         (q_len, kv_len), (q_size, kv_size) = self.lengths, self.sizes
         rows, columns = np.arange(0, q_len, q_size), np.arange(0, kv_len, kv_size)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         xp = np if isinstance(mask, np.ndarray) else jnp
         mask = xp.repeat(xp.repeat(mask, self.parts[0], 2), self.parts[1], 3)[:, :, : len(rows), : len(columns)]
-        start, stop = (x[0] for x in intervals(window, q_len, kv_len))
+        start, stop = (x[0] for x in by_data or intervals(window, q_len, kv_len))
         last_row = np.minimum(rows + q_size, q_len) - 1
         last_column = np.minimum(columns + kv_size, kv_len) - 1
         some = (start[rows][:, None] <= last_column) & (stop[last_row][:, None] > columns)
         every = (start[last_row][:, None] <= columns) & (stop[rows][:, None] > last_column)
         # A partial block of keys overlaps its neighbour when it is loaded, so it is never full.
-        every &= columns + kv_size <= kv_len
+        every = every & (columns + kv_size <= kv_len)
         return mask & some, every
 
 
@@ -193,9 +217,9 @@ def _list_on_host(mask: np.ndarray, grid: _Grid, window: Window) -> Blocks:
     return Blocks(*(x.astype(np.int32) for x in (start, n_full, count)), index)
 
 
-def _list_on_device(mask: Array, grid: _Grid, window: Window) -> Blocks:
+def _list_on_device(mask: Array, grid: _Grid, window: Window, by_data: tuple[Array, Array] | None) -> Blocks:
     """A list that has room for every block."""
-    return list_blocks(*grid.visibility(mask, window))
+    return list_blocks(*grid.visibility(mask, window, by_data))
 
 
 def _check_grid(query: Any, key: Any, value: Any, mask: Any, block_size: Any) -> _Grid:
@@ -225,13 +249,15 @@ def _kernel_block(size: int) -> int:
 
 class BlockSparseAttention(Operation):
     """Arrays for kernels: ``query``, ``key``, ``value`` as passed; ``blocks``, a ``Blocks``; ``softmax_aux`` float32
-    ``[B|1, H]``, the sinks' log-sum-exp; ``q_segment_ids``, ``kv_segment_ids`` ``[B, S]``.
+    ``[B|1, H]``, the sinks' log-sum-exp; ``q_segment_ids``, ``kv_segment_ids`` ``[B, S]``; ``kv_start``, ``kv_stop`` int32
+    ``[B|1, Sq]``, as in flash attention, for a window that comes as an array.
     """
 
     name = "blocksparse_attention"
     features: ClassVar[dict[str, str]] = {
         "causal": "causal masking, aligned bottom-right",
         "window": "a sliding window, bounded on one side or both",
+        "traced_window": "a sliding window that is an array",
         "soft_cap": "soft-capped logits",
         "segments": "segment ids",
         "sinks": "attention sinks (softmax_aux)",
@@ -243,12 +269,15 @@ class BlockSparseAttention(Operation):
         "lse": "the log-sum-exp as a result",
     }
     gradients = ("query", "key", "value", "softmax_aux")
-    shareable = frozenset({"blocks", "softmax_aux"})
+    shareable = frozenset({"blocks", "softmax_aux", "kv_start", "kv_stop"})
+    inside = ("kv_start", "kv_stop")
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, and a mask that has values gets its list of blocks."""
         arguments = super().normalise(arguments)
-        if "sparsity_mask" in arguments:
+        if "sparsity_mask" in arguments and from_data(arguments["sliding_window"]):
+            arguments = _check.scaled_query(_with_intervals(arguments, abstract=True), abstract=True)
+        elif "sparsity_mask" in arguments:
             names = ("query", "key", "value", "sparsity_mask", "block_size", "causal", "sliding_window")
             arguments["sparsity_mask"] = _listed(*(arguments[name] for name in names))
             arguments = _check.scaled_query(arguments, abstract=True)
@@ -271,9 +300,11 @@ class BlockSparseAttention(Operation):
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
             roomy=not isinstance(mask, Listed),
         )
+        by_data = a.get("kv_start") is not None
         used = {
             "causal": (a["causal"], "causal"),
-            "window": (a["sliding_window"] not in (None, (None, None)), "sliding_window"),
+            "window": (by_data or a["sliding_window"] not in (None, (None, None)), "sliding_window"),
+            "traced_window": (by_data, "a sliding_window that is an array"),
             "soft_cap": (spec.logits_soft_cap is not None, "logits_soft_cap"),
             "segments": (a["q_segment_ids"] is not None, "q_segment_ids"),
             "sinks": (a["softmax_aux"] is not None, "softmax_aux"),
@@ -288,6 +319,8 @@ class BlockSparseAttention(Operation):
         dtype = jnp.dtype(query.dtype).name
         return Call(
             operation=self.name,
+            # A plain function cannot be told of intervals.
+            runs_on=self.name if by_data else "",
             arguments=self.given(a),
             spec=spec,
             dtype=dtype,
@@ -313,8 +346,10 @@ class BlockSparseAttention(Operation):
         a = arguments
         query, mask = a["query"], a["sparsity_mask"]
         listed = isinstance(mask, Listed)
-        blocks = mask.blocks if listed else _list_on_device(jnp.asarray(mask), spec.grid, spec.window)
-        arrays = {"query": query, "key": a["key"], "value": a["value"], "blocks": blocks}
+        inside = {name: a[name] for name in self.inside if a.get(name) is not None}
+        by_data = tuple(inside.values()) or None
+        blocks = mask.blocks if listed else _list_on_device(jnp.asarray(mask), spec.grid, spec.window, by_data)
+        arrays = {"query": query, "key": a["key"], "value": a["value"], "blocks": blocks, **inside}
         if a["q_segment_ids"] is not None:
             arrays["q_segment_ids"], arrays["kv_segment_ids"] = segment_pair(a["q_segment_ids"], a["kv_segment_ids"])
         if a["softmax_aux"] is not None:
@@ -387,7 +422,9 @@ class BlockSparseAttention(Operation):
         """Random numbers, and lists as full as they can be."""
         keys = iter(jax.random.split(jax.random.key(0), 8))
 
-        def make(like: Any) -> Any:
+        def make(name: str, like: Any) -> Any:
+            if name in self.inside:  # a window that hides nothing
+                return jnp.full(like.shape, shapes["key"].shape[1] if name == "kv_stop" else 0, like.dtype)
             if isinstance(like, Blocks):
                 q_block = -(-shapes["query"].shape[1] // like.start.shape[2])
                 return _full_lists(like, -(-shapes["key"].shape[1] // q_block))
@@ -395,7 +432,7 @@ class BlockSparseAttention(Operation):
                 return jax.random.normal(next(keys), like.shape, like.dtype)
             return jnp.ones(like.shape, like.dtype)
 
-        return {name: make(like) for name, like in shapes.items()}
+        return {name: make(name, like) for name, like in shapes.items()}
 
 
 def _room(mask: Any) -> int:

@@ -15,10 +15,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32, Num
 
 from ejkernel.contracts.support import Platform, as_member
-from ejkernel.ops.attention import AttentionChecker, as_seed, key_intervals, within
+from ejkernel.ops.attention import AttentionChecker, Side, as_seed, key_intervals, within
 from ejkernel.ops.core.checks import is_data
 from ejkernel.ops.core.operation import AnyArray, Operation
-from ejkernel.ops.flash_attention import OPERATION, Side
+from ejkernel.ops.flash_attention import OPERATION
 
 _check = AttentionChecker("dot_product_attention")
 

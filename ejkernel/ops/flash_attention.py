@@ -21,15 +21,18 @@ from ejkernel.contracts.support import Backend, Platform
 from ejkernel.kernels.common import dropout
 from ejkernel.ops.attention import (
     AttentionChecker,
+    Side,
     as_seed,
     attention_axes,
     effective_window,
+    from_data,
     joined_sinks,
     key_intervals,
     nbytes,
     segment_pair,
     statistics_dtype,
     visible_pairs,
+    window_intervals,
     window_words,
     within,
 )
@@ -39,9 +42,6 @@ from ejkernel.utils.values import concrete
 from ejkernel.xla_utils import prepare_sequence_ids
 
 _check = AttentionChecker("flash_attention")
-
-# One side of a window: static, or an array that may be traced.
-Side = int | np.integer | Integer[Array | np.ndarray, ""] | None
 
 
 def flash_attention(
@@ -118,11 +118,7 @@ def flash_attention(
 
 def _needs_rewriting(a: dict[str, Any]) -> bool:
     """Whether an argument has a form that the operation does not know."""
-    return is_data(a["softmax_scale"]) or _from_data(a["sliding_window"]) or _lacks_batch(a)
-
-
-def _from_data(window: Any) -> bool:
-    return any(map(is_data, window)) if isinstance(window, tuple | list) else is_data(window)
+    return is_data(a["softmax_scale"]) or from_data(a["sliding_window"]) or _lacks_batch(a)
 
 
 def _lacks_batch(a: dict[str, Any]) -> bool:
@@ -137,11 +133,14 @@ def _rewritten(a: dict[str, Any], abstract: bool = False) -> dict[str, Any]:
         main = {name: a[name] for name in ("query", "key", "value")}
         a = {**a, **{n: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) if abstract else x[None] for n, x in main.items()}}
     a = _check.scaled_query(a, abstract)
-    if not _from_data(a["sliding_window"]):
+    if not from_data(a["sliding_window"]):
         return a
     _check.main_arrays(a["query"], a["key"], a["value"])
     _check_packing(a["cum_seqlens_q"], a["cum_seqlens_k"], a["query"].shape[0])
-    window, causal = _sides(a["sliding_window"], abstract), _check.flag("causal", a["causal"])
+    window, causal = (
+        _check.window_sides("sliding_window", a["sliding_window"], abstract),
+        _check.flag("causal", a["causal"]),
+    )
     lengths = (a["query"].shape[1], a["key"].shape[1])
     if abstract:
         rows = jax.ShapeDtypeStruct((1, lengths[0]), jnp.int32)
@@ -151,29 +150,14 @@ def _rewritten(a: dict[str, Any], abstract: bool = False) -> dict[str, Any]:
     return {**a, "causal": False, "sliding_window": None, **dict(zip(FlashAttention.inside, intervals, strict=True))}
 
 
-def _sides(window: Any, abstract: bool) -> tuple[Any, Any]:
-    """A window's sides of which one at least is an array; what is wrong with one is known only if it is concrete."""
-    sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
-    # What is static is checked as ever, with arrays as if they were 0.
-    _check.window("sliding_window", tuple(0 if is_data(side) else side for side in sides))
-    for side in filter(is_data, sides):
-        _check.data("sliding_window", side, "whole numbers ≥ 0, each a scalar", (jnp.integer,), abstract)
-        values = concrete(side)
-        if values is not None and values < 0:
-            _check.fail("sliding_window", side, f"whole numbers ≥ 0; a side is {values}")
-    return sides
-
-
 @functools.partial(jax.jit, static_argnames=("causal", "lengths"))
 def _intervals(window: tuple, cum_q: Any, cum_k: Any, causal: bool, lengths: tuple[int, int]) -> tuple[Array, Array]:
-    """``[1, Sq]`` starts and stops of the keys that each query sees through a window that is known only to the device."""
+    """As ``window_intervals``, of packed sequences too."""
+    if cum_q is None:
+        return window_intervals(window, causal, lengths)
     left, right = (None if side is None else within(side, 0, max(lengths)) for side in window)
     window = (left, 0 if causal else right)
-    if cum_q is not None:
-        return _packed_intervals(cum_q.astype(jnp.int32), cum_k.astype(jnp.int32), lengths[0], window)
-    position = jnp.arange(lengths[0], dtype=jnp.int32) + (lengths[1] - lengths[0])
-    start, stop = key_intervals(position, jnp.zeros_like(position), jnp.full_like(position, lengths[1]), *window)
-    return start[None], stop[None]
+    return _packed_intervals(cum_q.astype(jnp.int32), cum_k.astype(jnp.int32), lengths[0], window)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,16 @@ from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.params import FwdParams
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.errors import UnsupportedError
-from ejkernel.ops.attention import AttentionChecker, joined_sinks, nbytes, statistics_dtype, window_words
+from ejkernel.ops.attention import (
+    AttentionChecker,
+    Side,
+    from_data,
+    joined_sinks,
+    nbytes,
+    statistics_dtype,
+    window_words,
+    within,
+)
 from ejkernel.ops.core.operation import AnyArray, Operation
 from ejkernel.ops.paging import (
     NARROW_CACHES,
@@ -31,8 +40,12 @@ from ejkernel.ops.paging import (
     check_placement_values,
     placement,
 )
+from ejkernel.utils.values import concrete
 
 _check = AttentionChecker("page_attention")
+
+# Of a window that is data: positions less it fit int32.
+LONGEST_WINDOW = 2**30
 
 
 def page_attention(
@@ -45,7 +58,7 @@ def page_attention(
     block_size: int | np.integer | None = None,
     *,
     cum_seqlens_q: Integer[AnyArray, " offsets"] | None = None,
-    sliding_window: int | np.integer | Sequence[int | None] | None = None,
+    sliding_window: Side | Sequence[Side] = None,
     logits_soft_cap: float | int | None = None,
     softmax_aux: Float[AnyArray, "..."] | None = None,
     k_scale: float | int | Float[AnyArray, "..."] | None = None,
@@ -77,7 +90,7 @@ def page_attention(
             ``cum_seqlens_q[b + 1]``, the last ``n`` of its context. Token ``i`` of them sees keys up to
             ``len - n + i``. Tokens past the last offset are padding and give 0.
         sliding_window: ``(left, right)`` or an int for both: a token at position ``p`` sees keys from ``p - left`` on, and none
-            to its right.
+            to its right. A side may be an array, which may be traced, as in ``flash_attention``.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
         softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``: they join the softmax's denominator alone.
         k_scale, v_scale: what stored keys and values are multiplied by, a scalar or ``[Hkv]``; default 1.
@@ -97,8 +110,18 @@ def page_attention(
         >>> page_attention(jnp.ones((2, 4, 8)), cache, cache, jnp.array([40, 7]), tables).shape
         (2, 4, 8)
     """
-    arguments = _check.scaled_query(locals())
+    arguments = _check.scaled_query(_with_window(locals()))
     return OPERATION({**arguments, "k_scale": as_factor(k_scale), "v_scale": as_factor(v_scale)})
+
+
+def _with_window(a: dict[str, Any], abstract: bool = False) -> dict[str, Any]:
+    """The arguments, with a window that came as arrays as the one that matters: its left side, int32."""
+    if not from_data(a["sliding_window"]):
+        return a
+    left, _ = _check.window_sides("sliding_window", a["sliding_window"], abstract)
+    if left is not None:
+        left = jax.ShapeDtypeStruct((), jnp.int32) if abstract else within(left, 0, LONGEST_WINDOW)
+    return {**a, "sliding_window": None, "window_left": left}
 
 
 @dataclass(frozen=True)
@@ -117,14 +140,15 @@ class PageAttention(Operation):
     ``context_lens`` int32 ``[N, B]``, from 0 to the table's end; ``block_tables`` int32 ``[N, B, max_blocks]`` as passed, garbage
     included; ``query_starts`` int32 ``[N, B + 1]``: where the tokens of each sequence begin, never less than the one before, at
     most ``T`` (tokens before the first and past the last are padding); without it ``T`` is ``B`` and token ``b`` is that of
-    sequence ``b``; ``softmax_aux`` ``[N|1, H]``, the sinks' log-sum-exp; ``k_scale``, ``v_scale`` ``[N|1, Hkv]``. The last three
-    are of the lse's dtype. Output ``[N, T, H, Dv]``, lse ``[N, T, H]``.
+    sequence ``b``; ``softmax_aux`` ``[N|1, H]``, the sinks' log-sum-exp; ``k_scale``, ``v_scale`` ``[N|1, Hkv]``, these three of the
+    lse's dtype; ``window_left`` int32 ``[1]``: what ``PageSpec.left`` is, where it is data. Output ``[N, T, H, Dv]``, lse ``[N, T, H]``.
     """
 
     name = "page_attention"
     features: ClassVar[dict[str, str]] = {
         "varlen": "several query tokens a sequence (cum_seqlens_q)",
         "window": "a sliding window; pages wholly outside of it are not read",
+        "traced_window": "a sliding window that is an array",
         "soft_cap": "soft-capped logits",
         "sinks": "attention sinks (softmax_aux)",
         "int8_cache": "caches of int8",
@@ -139,13 +163,16 @@ class PageAttention(Operation):
     gradients = ("query", "key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale")
     # Which kernel is faster depends on whether sequences fill the chip: shipped times tell nothing of far smaller batches.
     farthest = 2.0
-    shareable = frozenset({"key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale"})
+    shareable = frozenset({"key_cache", "value_cache", "softmax_aux", "k_scale", "v_scale", "window_left"})
+    inside = ("window_left",)
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples, Python numbers arrays where arrays are meant."""
         arguments = super().normalise(arguments)
         arguments = {name: as_factor(x) if name in ("k_scale", "v_scale") else x for name, x in arguments.items()}
-        return _check.scaled_query(arguments, abstract=True) if "query" in arguments else arguments
+        if "query" not in arguments:
+            return arguments
+        return _check.scaled_query(_with_window(arguments, abstract=True), abstract=True)
 
     def bind(self, arguments: dict[str, Any]) -> Call:
         """Check every argument; see the base class."""
@@ -168,10 +195,11 @@ class PageAttention(Operation):
             logits_soft_cap=_check.soft_cap(a["logits_soft_cap"]),
         )
         cache_dtype = jnp.dtype(keys.dtype).name
-        packed = a["cum_seqlens_q"] is not None
+        packed, by_data = a["cum_seqlens_q"] is not None, a.get("window_left") is not None
         used = {
             "varlen": (packed, "cum_seqlens_q"),
-            "window": (window[0] is not None, "sliding_window"),
+            "window": (window[0] is not None or by_data, "sliding_window"),
+            "traced_window": (by_data, "a sliding_window that is an array"),
             "soft_cap": (spec.logits_soft_cap is not None, "logits_soft_cap"),
             "sinks": (a["softmax_aux"] is not None, "softmax_aux"),
             "int8_cache": (NARROW_CACHES.get(cache_dtype) == "int8_cache", f"a cache of {cache_dtype}"),
@@ -187,6 +215,8 @@ class PageAttention(Operation):
         splits = a["num_splits"]
         return Call(
             operation=self.name,
+            # A plain function cannot be told of it.
+            runs_on=self.name if by_data else "",
             arguments=self.given(a),
             spec=spec,
             dtype=jnp.dtype(query.dtype).name,
@@ -229,6 +259,10 @@ class PageAttention(Operation):
         window, left = a["sliding_window"], None
         if window is not None:
             left, _ = _check.window("sliding_window", tuple(window) if isinstance(window, list) else window)
+        if a.get("window_left") is not None:
+            # Of a window that is not known here, the token's own key is certain alone.
+            known = concrete(a["window_left"])
+            left = 0 if known is None else int(known)
         check_placement_values(_check, a, a["query"], left)
 
     def prepare(self, arguments: dict[str, Any], spec: PageSpec) -> dict[str, Array]:
@@ -241,6 +275,8 @@ class PageAttention(Operation):
         arrays |= {name: array[None] for name, array in where.items()}
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], query)
+        if a.get("window_left") is not None:
+            arrays["window_left"] = a["window_left"][None]
         for name in ("k_scale", "v_scale"):
             if a[name] is not None:
                 factor = jnp.asarray(a[name]).astype(statistics_dtype(query))
@@ -251,7 +287,7 @@ class PageAttention(Operation):
         """Heads, and sequences where each has one token; the pages are the sequences' together."""
         sequences = "." if "query_starts" in arrays else "b"
         tokens = f"e {sequences}"
-        named = {"query": f"{tokens} kg", "query_starts": "e", "softmax_aux": "e kg"}
+        named = {"query": f"{tokens} kg", "query_starts": "e", "softmax_aux": "e kg", "window_left": "."}
         named |= dict.fromkeys(("context_lens", "block_tables"), tokens)
         named |= dict.fromkeys(("key_cache", "value_cache"), ". . k") | dict.fromkeys(("k_scale", "v_scale"), "e k")
         return named, (f"{tokens} kg", f"{tokens} kg")
@@ -300,8 +336,8 @@ class PageAttention(Operation):
         return frozenset(name for name in names if jnp.dtype(arguments[name].dtype).name not in NARROW_CACHES)
 
     def folds(self, names: frozenset[str]) -> bool:
-        """A cache serves all examples, so one an example cannot be part of them."""
-        return not names & {"key_cache", "value_cache"}
+        """A cache and a window serve all examples, so one an example cannot be part of them."""
+        return not names & {"key_cache", "value_cache", "window_left"}
 
     def work(self, call: Call) -> Cost:
         """Two products a pair forward, five backward; the pages are read once. Lengths are data: the whole table counts."""
@@ -345,6 +381,8 @@ class PageAttention(Operation):
                 count = math.prod(like.shape)
                 order = jax.random.permutation(keys[name], max(count, blocks))[:count]
                 return (order % blocks).astype(like.dtype).reshape(like.shape)
+            if name == "window_left":  # it hides nothing
+                return jnp.full(like.shape, LONGEST_WINDOW, like.dtype)
             if name in ("k_scale", "v_scale"):
                 return jnp.ones(like.shape, like.dtype)
             if like.dtype == jnp.int8:

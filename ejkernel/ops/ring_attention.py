@@ -22,10 +22,13 @@ from ejkernel.kernels.common import ring as kernel
 from ejkernel.kernels.common.varying import vary_over
 from ejkernel.ops.attention import (
     AttentionChecker,
+    Side,
+    from_data,
     joined_sinks,
     nbytes,
     segment_pair,
     window_words,
+    within,
 )
 from ejkernel.ops.config import chain
 from ejkernel.ops.core.checks import Checker, is_array
@@ -33,6 +36,10 @@ from ejkernel.ops.core.operation import AnyArray, Operation, types_of
 from ejkernel.ops.flash_attention import FlashSpec
 
 LAYOUTS = ("contiguous", "zigzag")
+# What all devices have alike.
+SHARED = frozenset({"softmax_aux", "window_sides"})
+# Of a window that is data; positions less it, or more it, fit int32.
+LONGEST_WINDOW = 2**30
 
 _check = AttentionChecker("ring_attention")
 
@@ -45,7 +52,7 @@ def ring_attention(
     causal: bool | np.bool_ = True,
     *,
     softmax_scale: float | int | Num[Array | np.ndarray, ""] | None = None,
-    sliding_window: int | np.integer | Sequence[int | None] | None = None,
+    sliding_window: Side | Sequence[Side] = None,
     logits_soft_cap: float | int | None = None,
     softmax_aux: Float[AnyArray, "..."] | None = None,
     q_segment_ids: Integer[AnyArray, "batch q_len"] | None = None,
@@ -67,7 +74,8 @@ def ring_attention(
         axis_name: the mesh axis over which the sequence is spread.
         causal: a query sees no key that comes after it in the whole sequence.
         softmax_scale: default ``D ** -0.5``; an array has a gradient, as in ``flash_attention``.
-        sliding_window: ``(left, right)`` in positions of the whole sequence, as in ``flash_attention``.
+        sliding_window: ``(left, right)`` in positions of the whole sequence, as in ``flash_attention``. A side may be an array,
+            which may be traced, the same on every device; the keys then go round the whole ring.
         logits_soft_cap: ``cap * tanh(logits / cap)``.
         softmax_aux: sink logits ``[num_sinks]``, ``[1, num_sinks]`` or ``[H, num_sinks]``, the same on every device of the ring.
         q_segment_ids, kv_segment_ids: this device's shards; a query sees the keys of its own id; ids <= 0 are padding.
@@ -88,8 +96,8 @@ def ring_attention(
         >>> ring_attention(x, x, x, mesh=mesh).shape
         (1, 64, 2, 8)
     """
-    arguments = _check.scaled_query(locals())
-    arrays = tuple(arguments[name] for name in OPERATION.arrays)
+    arguments = _check.scaled_query(_with_window(locals()))
+    arrays = tuple(arguments.get(name) for name in OPERATION.arrays)
     statics = tuple(arguments[name] for name in OPERATION.statics)
     statics = tuple(tuple(x) if isinstance(x, list) else x for x in statics)
     if mesh is not None:
@@ -98,11 +106,23 @@ def ring_attention(
         # What a kernel is chosen by is part of the key, as it is of a call's own.
         circumstances = (types_of(statics), kernel_registry.generation, chain.environment())
         if AxisType.Explicit in mesh.axis_types:
-            axes = (None if name == "softmax_aux" else statics[0] for name in OPERATION.arrays)
+            axes = (None if name in SHARED else statics[0] for name in OPERATION.arrays)
             arrays = tuple(_placed(x, mesh, axis) for x, axis in zip(arrays, axes, strict=True))
         return _over_mesh(mesh, statics, tuple(x is not None for x in arrays), circumstances)(arrays)
     _axis_size(statics[0])
     return OPERATION.run(arrays, statics)
+
+
+def _with_window(a: dict[str, Any], abstract: bool = False) -> dict[str, Any]:
+    """The arguments, with a window that came as arrays as one array of both sides."""
+    if not from_data(a["sliding_window"]):
+        return a
+    sides = _check.window_sides("sliding_window", a["sliding_window"], abstract)
+    if abstract:
+        window = jax.ShapeDtypeStruct((2,), jnp.int32)
+    else:
+        window = jnp.stack([within(LONGEST_WINDOW if side is None else side, 0, LONGEST_WINDOW) for side in sides])
+    return {**a, "sliding_window": None, "window_sides": window}
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,7 +130,7 @@ def _over_mesh(mesh: Any, statics: tuple, given: tuple[bool, ...], circumstances
     """The operation under ``shard_map``, for arrays that are whole."""
     axis = statics[0]
     by_length = PartitionSpec(None, axis)
-    specs = (by_length, by_length, by_length, PartitionSpec(), by_length, by_length)
+    specs = (PartitionSpec() if name in SHARED else by_length for name in OPERATION.arrays)
     specs = tuple(spec if there else None for spec, there in zip(specs, given, strict=True))
     names = {axis} if isinstance(axis, str) else set(axis)
     operation = functools.partial(OPERATION.run, statics=statics)
@@ -220,17 +240,27 @@ def _check_parts(check: Checker, name: str, x: Any, axis: int, n: int, layout: s
 class RingSpec(FlashSpec):
     """What to compute. ``window`` is that of a device's own step, in which the sliding window has no part.
 
-    ``sliding_window`` counts in positions of the whole sequence; a step gets it as intervals.
+    ``sliding_window`` counts in positions of the whole sequence; a step gets it as intervals. ``by_data``: the array
+    ``window_sides`` is the window.
     """
 
     axis_name: str | tuple[str, ...]
     sliding_window: tuple[int | None, int | None]
     layout: str
+    by_data: bool
 
-    def ring(self, query: Array) -> kernel.Ring:
+    @property
+    def windowed(self) -> bool:
+        """Whether steps get intervals."""
+        return self.by_data or self.sliding_window != (None, None)
+
+    def ring(self, arrays: dict[str, Array]) -> kernel.Ring:
         """The ring that surrounds the trace."""
-        size, length = jax.lax.axis_size(self.axis_name), query.shape[1]
-        left, right = (None if side is None else min(side, size * length) for side in self.sliding_window)
+        size, length = jax.lax.axis_size(self.axis_name), arrays["query"].shape[1]
+        if self.by_data:
+            left, right = arrays["window_sides"][:, 0], arrays["window_sides"][:, 1]
+        else:
+            left, right = (None if side is None else min(side, size * length) for side in self.sliding_window)
         return kernel.Ring(self.axis_name, size, length, self.causal, (left, right), self.layout == "zigzag")
 
     def step(self, causal: bool) -> FlashSpec:
@@ -242,8 +272,9 @@ class RingSpec(FlashSpec):
 class RingAttention(Operation):
     """The ring itself is the same everywhere; its steps run on the kernels of ``flash_attention``, chosen for the step.
 
-    Arrays: ``query``, ``key``, ``value``; ``softmax_aux`` float32 ``[B|1, H]``; ``q_segment_ids``, ``kv_segment_ids``. The
-    sinks join after the last step, so a step never has them.
+    Arrays: ``query``, ``key``, ``value``; ``softmax_aux`` float32 ``[B|1, H]``; ``q_segment_ids``, ``kv_segment_ids``;
+    ``window_sides`` int32 ``[B|1, 2]``. The sinks join after the last step, and the window becomes intervals, so a step
+    never has them.
     """
 
     name = "ring_attention"
@@ -261,19 +292,18 @@ class RingAttention(Operation):
         "lse": "the log-sum-exp, by which steps are merged",
     }
     gradients = ("query", "key", "value", "softmax_aux")
-    shareable = frozenset({"softmax_aux"})
+    shareable = SHARED
+    inside = ("window_sides",)
 
     def normalise(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Lists become tuples; beside a mesh, whole arrays become a device's."""
         arguments = super().normalise(arguments)
         if "query" in arguments:
-            arguments = _check.scaled_query(arguments, abstract=True)
+            arguments = _check.scaled_query(_with_window(arguments, abstract=True), abstract=True)
         mesh, axis = arguments.pop("mesh", None), arguments.get("axis_name")
         if mesh is None:
             return arguments
-        whole = {
-            name: x for name, x in arguments.items() if name in self.arrays and name != "softmax_aux" and is_array(x)
-        }
+        whole = {name: x for name, x in arguments.items() if name in self.arrays and name not in SHARED and is_array(x)}
         size = _ring_size(mesh, (axis,) if isinstance(axis, str) else axis)
         for name, x in whole.items():
             shape = (x.shape[0], x.shape[1] // size, *x.shape[2:]) if len(x.shape) > 1 else x.shape
@@ -305,7 +335,8 @@ class RingAttention(Operation):
             _check.fail("query", query, "an even length, for a device holds two chunks in the zigzag layout: pad it")
         causal = _check.flag("causal", a["causal"])
         window = _check.window("sliding_window", a["sliding_window"])
-        windowed = window != (None, None)
+        by_data = a.get("window_sides") is not None
+        windowed = by_data or window != (None, None)
         spec = RingSpec(
             causal=causal,
             window=(None, 0 if causal and not windowed else None),
@@ -315,6 +346,7 @@ class RingAttention(Operation):
             axis_name=a["axis_name"],
             sliding_window=window,
             layout=a["layout"],
+            by_data=by_data,
         )
         used = {
             "causal": (causal and not windowed, "causal"),
@@ -353,13 +385,13 @@ class RingAttention(Operation):
         """As the base class; ``prepare`` needs the mesh axis of a ``shard_map``, which ``explain`` does without."""
         if not arguments["query"].shape[0]:
             return None
-        given = {name: arguments[name] for name in self.arrays if arguments[name] is not None}
+        given = {name: arguments[name] for name in self.arrays if arguments.get(name) is not None}
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in given.items()}
 
     def shapes(self, arrays: dict[str, Any], spec: RingSpec) -> dict[str, Any]:
         """Of a step's arrays: the sinks join after the last one, and a window comes as intervals."""
-        shapes = super().shapes({name: x for name, x in arrays.items() if name != "softmax_aux"}, spec)
-        if spec.sliding_window != (None, None):
+        shapes = super().shapes({name: x for name, x in arrays.items() if name not in SHARED}, spec)
+        if spec.windowed:
             rows = jax.ShapeDtypeStruct((1, arrays["query"].shape[1]), jnp.int32)
             shapes |= {"kv_start": rows, "kv_stop": rows}
         return shapes
@@ -372,6 +404,8 @@ class RingAttention(Operation):
             arrays["q_segment_ids"], arrays["kv_segment_ids"] = segment_pair(a["q_segment_ids"], a["kv_segment_ids"])
         if a["softmax_aux"] is not None:
             arrays["softmax_aux"] = joined_sinks(a["softmax_aux"], a["query"])
+        if spec.by_data:
+            arrays["window_sides"] = a["window_sides"][None]
         # What the devices share gets its gradient summed over them.
         axes = frozenset({spec.axis_name} if isinstance(spec.axis_name, str) else spec.axis_name)
         return {name: vary_over(array, axes) for name, array in arrays.items()}
@@ -382,7 +416,7 @@ class RingAttention(Operation):
         def step(arrays, causal):
             return chosen.forward(arrays, spec.step(causal))
 
-        return kernel.forward(arrays, spec.ring(arrays["query"]), step)
+        return kernel.forward(_of_steps(arrays), spec.ring(arrays), step)
 
     def run_backward(
         self, chosen: Choice, wanted: frozenset[str], arrays: dict[str, Any], spec: RingSpec, *rest: Any
@@ -393,7 +427,7 @@ class RingAttention(Operation):
         def pull_step(arrays, causal, *rest):
             return chosen.backward(of_a_step, arrays, spec.step(causal), *rest)
 
-        return kernel.backward(arrays, spec.ring(arrays["query"]), pull_step, *rest)
+        return kernel.backward(_of_steps(arrays), spec.ring(arrays), pull_step, *rest)
 
     def empty(self, arguments: dict[str, Any]) -> Any:
         """Zeros for a batch of 0."""
@@ -422,6 +456,11 @@ class RingAttention(Operation):
             backward_flops=2 * pairs * (3 * head_dim + 2 * value_dim),
             backward_bytes=2 * read + 2 * out_bytes,
         )
+
+
+def _of_steps(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Without the window, which the ring knows."""
+    return {name: array for name, array in arrays.items() if name != "window_sides"}
 
 
 OPERATION = RingAttention(ring_attention)

@@ -61,7 +61,7 @@ def backward(
 ) -> dict[str, Array]:
     """The wanted gradients, from the residuals ``(out, lse)``."""
     *statistics, arrays = softmax_residuals(
-        arrays, out, lse, dout, dlse, rows_may_see_nothing=not _each_row_sees_each_block(spec)
+        arrays, out, lse, dout, dlse, rows_may_see_nothing="kv_start" in arrays or not _each_row_sees_each_block(spec)
     )
     params = _effective(params, spec, device)
     return run_backward(ListedOperands, arrays, ListedSpec.of(spec), params, tuple(statistics), wanted, device)
@@ -112,7 +112,7 @@ class ListedOperands(FlashOperands):
         """A table and its lists, of numbers below ``blocks``; ``cut``: some block lies partly past the end of an axis."""
         segments = "q_segment_ids" in self.arrays
         unmasked = not segments and size % side == 0
-        masked = not unmasked or cut or self.spec.window != (None, None)
+        masked = not unmasked or cut or self.spec.window != (None, None) or "kv_start" in self.arrays
         parts = -(-size // side)
         start, full, count, index = lists
         batch, length = max(x.shape[0] for x in lists), index.shape[1]
@@ -197,6 +197,7 @@ register(
     features={
         "causal",
         "window",
+        "traced_window",
         "soft_cap",
         "segments",
         "sinks",

@@ -56,7 +56,7 @@ class Rows:
     batch: int
     scale: float
     cap: float | None
-    left: int | None
+    left: int | Array | None
     causal: bool
     sinks: Array | None
     k_scale: Array | None
@@ -65,6 +65,11 @@ class Rows:
     @property
     def group(self) -> int:
         return self.query.shape[1] // self.kv_heads
+
+    @property
+    def by_data(self) -> bool:
+        """Whether only the device knows the window."""
+        return isinstance(self.left, Array)
 
 
 def attend(
@@ -97,7 +102,8 @@ def attend(
         page=r.page,
         scale=float(r.scale),
         cap=float(r.cap or 0.0),
-        left=-1 if r.left is None else r.left,
+        left=-1 if r.left is None or r.by_data else r.left,
+        left_by_data=r.by_data,
         causal=r.causal,
         sinks=r.sinks is not None,
         k_scale=r.k_scale is not None,
@@ -212,7 +218,7 @@ def _planned(r: Rows, s: Sequences, params: FwdParams, tiles: int, programs: int
     from ejkernel.kernels._triton import page_kernels
 
     sizes = {"k_heads": r.kv_heads, "group": r.group, "bm": params.q_blocksize, "bn": params.kv_blocksize}
-    if isinstance(s.lens, np.ndarray) or s.packed or tiles > MOST_SCHEDULED:
+    if isinstance(s.lens, np.ndarray) or s.packed or r.by_data or tiles > MOST_SCHEDULED:
         pieces = params.num_key_splits
         return plan(s, tiles, programs, **sizes, left=r.left, causal=r.causal, pieces=pieces)
     size = power_of_two(tiles)

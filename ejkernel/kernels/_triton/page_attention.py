@@ -41,7 +41,7 @@ def forward(
         batch=arrays["context_lens"].shape[1],
         scale=spec.softmax_scale,
         cap=spec.logits_soft_cap,
-        left=spec.left,
+        left=arrays["window_left"][0] if "window_left" in arrays else spec.left,
         causal=True,
         sinks=arrays.get("softmax_aux"),
         k_scale=arrays.get("k_scale"),
@@ -99,7 +99,19 @@ class TritonPageAttention:
 register(
     "page_attention",
     features={
-        *("varlen", "window", "soft_cap", "sinks", "int8_cache", "fp8_cache", "scales", "gqa", "value_dim", "lse"),
+        *(
+            "varlen",
+            "window",
+            "traced_window",
+            "soft_cap",
+            "sinks",
+            "int8_cache",
+            "fp8_cache",
+            "scales",
+            "gqa",
+            "value_dim",
+            "lse",
+        ),
         *("uneven_pages", "splits"),
     },
 )(TritonPageAttention)

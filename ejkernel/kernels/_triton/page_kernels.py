@@ -22,8 +22,8 @@ class PageConstants:
     """What a kernel is compiled for. No length is among them.
 
     ``bm`` rows, ``bn`` keys, ``bd`` and ``bv`` padded head dims make a tile. ``page``: tokens a page, 0 for keys that lie in one
-    array ``[sequences, kv_len, k_heads, dim]``. ``left``: how many keys before its own a row sees, -1 for all. ``causal``: whether
-    a token sees no keys after its own; without it all of a context. ``whole``: a program has one tile with one head, and no
+    array ``[sequences, kv_len, k_heads, dim]``. ``left``: how many keys before its own a row sees, -1 for all; ``left_by_data``: the plan's
+    header says it. ``causal``: whether a token sees no keys after its own; without it all of a context. ``whole``: a program has one tile with one head, and no
     tile is shared.
     ``cache``: how keys are stored, if not in the query's dtype; ``converts``: whether the chip converts them by itself.
     """
@@ -49,6 +49,7 @@ class PageConstants:
     fast_tanh: bool = False
     cache: str = ""
     converts: bool = False
+    left_by_data: bool = False
 
     @property
     def k_heads(self) -> int:
@@ -346,7 +347,12 @@ def attend(
         else:
             stop = tl.where(inside, last_key, 0)
             bound = tl.zeros_like(rows) + last_key
-        start = tl.maximum(bound - 1 - C.left, 0) if C.left >= 0 else tl.zeros_like(rows)
+        if C.left_by_data:
+            start = tl.maximum(bound - 1 - tl.load(header + 2), 0)
+        elif C.left >= 0:
+            start = tl.maximum(bound - 1 - C.left, 0)
+        else:
+            start = tl.zeros_like(rows)
         example = sequence // batch
         factor = C.scale / C.cap if C.cap > 0 else C.scale * LOG2E
         if C.k_scale:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from ejkernel.kernels.common.query_tiles import Sequences, most_tiles, owners
 
@@ -28,7 +29,7 @@ class Plan:
 
     ``tiles [n, 8]``: row of the tables, first row, where the sequence's rows end, its first token, its tokens before its first query,
     first key, where the tile's keys end, steps. ``starts [P, 2]``: the tile in which a program begins, and how many steps of it (all
-    heads') come before. ``header [2]``: the share, and all steps.
+    heads') come before. ``header [2]``: the share, and all steps; where the window is data its left side too.
     """
 
     tiles: Any
@@ -65,7 +66,7 @@ def plan(
     group: int,
     bm: int,
     bn: int,
-    left: int | None,
+    left: int | Array | None,
     causal: bool,
     pieces: int | None = None,
 ) -> Plan:
@@ -99,4 +100,5 @@ def plan(
         return np_.stack([np_.asarray(x).astype(np.int32) for x in columns], -1)
 
     tiles = table(s.row[owner], row, count * group, s.begin[owner], lens - count, first_step * bn, stop, steps)
-    return Plan(tiles, table(at, offset), table(share, total))
+    header = (share, total, left) if isinstance(left, Array) else (share, total)
+    return Plan(tiles, table(at, offset), table(*header))

@@ -140,6 +140,9 @@ class ListedTiles(HeadTiles):
                 jnp.asarray(x)[0][row][:, None] for x in intervals(self.spec.window, self.q_len, self.kv_len)
             )
             seen = seen & ((column >= start) & (column < stop))[None]
+        if "kv_start" in self.arrays:
+            start, stop = (self.row_ends(self.arrays[name], tile) for name in ("kv_start", "kv_stop"))
+            seen = seen & (column >= start) & (column < stop)
         if self.q_len % self.q_block:
             seen = seen & (row >= tile.first_row)[None, :, None]
         if "q_segment_ids" in self.arrays:
@@ -147,6 +150,11 @@ class ListedTiles(HeadTiles):
             kv_ids = load(self.arrays["kv_segment_ids"], (tile.b0, k0), (self.b, self.kv_block))[:, None, :]
             seen = seen & (q_ids == kv_ids) & (q_ids > 0)
         return jnp.broadcast_to(seen, (seen.shape[0], self.q_block, column.shape[0]))
+
+    def row_ends(self, ends: Array, tile: _Tile) -> Array:
+        """Of intervals, ``[b|1, q, 1]``."""
+        own = ends.shape[0] > 1
+        return load(ends, (tile.b0 if own else 0, tile.q0), (self.b if own else 1, self.q_block))[:, :, None]
 
     def hide(self, array: Array, seen: Array, repeats: int) -> Array:
         """Zero the rows of ``[n, ...]`` that nothing sees, so that a NaN there meets no weight of 0."""
@@ -335,6 +343,7 @@ kernel_registry.register(
         features={
             "causal",
             "window",
+            "traced_window",
             "soft_cap",
             "segments",
             "sinks",

@@ -122,6 +122,8 @@ class TiledCall:
             "block_tables": self.by_sequence(a["block_tables"]),
         }
         arrays |= {name: self.by_example(a[name]) for name in ("softmax_aux", "k_scale", "v_scale") if name in a}
+        if "window_left" in a:
+            arrays["window_left"] = a["window_left"]
         walk = AllSequencesWalk if self.params.q_blocksize > 1 else OneSequenceWalk
         splits = self.params.num_key_splits if isinstance(self.params, FwdParams) else 1
         return walk(arrays, self.spec, splits, self.params.kv_blocksize // a["key_cache"].shape[3])
@@ -246,6 +248,7 @@ kernel_registry.register(
         dtypes=ALL_FLOATS,
         features={
             "window",
+            "traced_window",
             "soft_cap",
             "sinks",
             "int8_cache",

@@ -38,7 +38,7 @@ class PageWalk(AttentionCall):
     """One call's geometry, and what both walks share: contexts in ``splits``, ``n`` pages a step.
 
     ``arrays`` are in tiles: ``query [b, m, H, D]``, ``row_lens [b, m]`` (how many keys a token sees before the window),
-    ``block_tables [b, max_blocks]``, ``softmax_aux [b|1, H]``, ``k_scale``, ``v_scale`` ``[b|1, h]``.
+    ``block_tables [b, max_blocks]``, ``softmax_aux [b|1, H]``, ``k_scale``, ``v_scale`` ``[b|1, h]``, ``window_left [1]``.
     """
 
     splits: int
@@ -96,8 +96,10 @@ class PageWalk(AttentionCall):
 
     def first_keys(self) -> Array:
         """``[b, g]``: the first key that each row sees."""
-        stops = self.row_stops()
-        return jnp.zeros_like(stops) if self.spec.left is None else jnp.maximum(stops - 1 - self.spec.left, 0)
+        stops, left = self.row_stops(), self.spec.left
+        if "window_left" in self.arrays:
+            left = self.arrays["window_left"][0]
+        return jnp.zeros_like(stops) if left is None else jnp.maximum(stops - 1 - left, 0)
 
     def ranges(self) -> tuple[Array, Array]:
         """``[b, s]``: the first page of each split, and where it ends."""

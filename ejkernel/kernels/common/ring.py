@@ -40,7 +40,7 @@ class Ring:
         size: devices in the ring.
         length: of a device's queries and of its keys.
         causal: whether a query sees no key after it.
-        window: ``(left, right)`` in positions of the whole sequence.
+        window: ``(left, right)`` in positions of the whole sequence; ``[B|1]`` each where they are data.
         zigzag: whether device ``d`` holds the chunks ``d`` and ``2 * size - 1 - d``, else it holds chunk ``d``.
     """
 
@@ -48,19 +48,19 @@ class Ring:
     size: int
     length: int
     causal: bool
-    window: tuple[int | None, int | None]
+    window: tuple[int | Array | None, int | Array | None]
     zigzag: bool
 
     @property
     def windowed(self) -> bool:
         """Whether a sliding window bounds what a query sees."""
-        return self.window != (None, None)
+        return any(side is not None for side in self.window)
 
     @property
     def last_step(self) -> int:
         """The last step at which any device has work."""
         left, _ = self.window
-        if self.causal and left is not None and not self.zigzag:
+        if self.causal and isinstance(left, int) and not self.zigzag:
             return min(self.size - 1, -(-left // self.length))
         return self.size - 1
 
@@ -90,12 +90,14 @@ class Ring:
         return before + jnp.clip(position - (2 * self.size - 1 - source) * half, 0, half)
 
     def intervals(self, source: Array) -> dict[str, Array]:
-        """The keys of a device that each query sees, ``[1, length]`` starts and stops."""
-        position, (left, right) = self.positions(), self.window
+        """The keys of a device that each query sees, ``[B|1, length]`` starts and stops."""
+        position = self.positions()[None]
+        left, right = (side[:, None] if isinstance(side, Array) else side for side in self.window)
         right = 0 if self.causal else right
         start = jnp.zeros_like(position) if left is None else self.index_of(position - left, source)
         stop = jnp.full_like(position, self.length) if right is None else self.index_of(position + right + 1, source)
-        return {"kv_start": start[None], "kv_stop": jnp.maximum(start, stop)[None]}
+        start, stop = jnp.broadcast_arrays(start, stop)
+        return {"kv_start": start, "kv_stop": jnp.maximum(start, stop)}
 
 
 class _Part(NamedTuple):
