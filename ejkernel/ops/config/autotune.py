@@ -89,7 +89,7 @@ def _device(device: DeviceInfo) -> jax.Device | None:
 
 
 def _measure_here(call, device, here, entries, direction, stopped) -> dict[Implementation, chain.Record]:
-    candidates = [(entry, params) for entry in entries for params in _candidates(call, device, entry, direction)]
+    candidates = [(entry, params) for entry in entries for params in proposals(call, device, entry, direction)]
     best: dict[Implementation, chain.Record] = {}
     with (
         jax.default_device(here),
@@ -114,7 +114,8 @@ def _measure_here(call, device, here, entries, direction, stopped) -> dict[Imple
     return best
 
 
-def _candidates(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> list[FwdParams | BwdParams]:
+def proposals(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> list[FwdParams | BwdParams]:
+    """The parameters worth timing: what the kernel would use by itself, and what it proposes beside that."""
     defaults = chain.heuristic(call, device, entry, direction)
     space = getattr(entry.kernel, "space", None)
     proposed = space(call.shapes, call.spec, device, direction) if space else []
