@@ -98,9 +98,12 @@ def beside_speed(result: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _timed(row: Mapping[str, Any], side: str) -> dict[str, Any]:
     found = row[side] or {}
-    kernels = [f"{direction}: {_kernel(c)}" for direction, c in (found.get("chosen") or {}).items()]
-    return {"ms": Cell.of(found.get("ms"), number), "kernels": kernels, "unsteady": bool(found.get("flags")),
-            "reason": word(found.get("reason"))}  # fmt: skip
+    platforms = dict.fromkeys(word(c.get("platform")) for c in (found.get("chosen") or {}).values())
+    return {
+        "ms": Cell.of(found.get("ms"), number),
+        "kernel": " + ".join(platforms),
+        "unsteady": bool(found.get("flags")),
+    }
 
 
 def _kernel(chosen: Mapping[str, Any]) -> str:
@@ -121,7 +124,18 @@ def beside_kernels(result: Mapping[str, Any]) -> dict[str, Any] | None:
         sides = [row[side] or {"chosen": [], "others": []} for side, _ in SIDES]
         rows.append({"operation": row["operation"], "sides": sides,
                      "differs": sides[0] != sides[1], "missing": [row[side] is None for side, _ in SIDES]})  # fmt: skip
-    return {"rows": rows} if rows else None
+    calls = [
+        {
+            "operation": row["operation"],
+            "what": row["what"],
+            "length": Cell.of(row["length"], count),
+            **{side: [f"{direction}: {_kernel(c)}" for direction, c in ((row[side] or {}).get("chosen") or {}).items()]
+               for side, _ in SIDES},
+        }
+        for row in result["timings"]
+        if row["implementation"] == "ejkernel"
+    ]  # fmt: skip
+    return {"rows": rows, "calls": [row for row in calls if row["a"] != row["b"]]} if rows else None
 
 
 def beside_correctness(result: Mapping[str, Any]) -> dict[str, Any] | None:
