@@ -186,7 +186,8 @@ def _workload(operation: str, given: Mapping[str, Any], place: str, label: str =
                                     f"{EXAMPLES[operation]}")  # fmt: skip
         arrays = _with_values(abstract)
         everything = {**known.defaults, **arrays, **options}
-        every = known.differentiable(everything)
+        # A scalar, such as a cache's scale, has no gradient here.
+        every = known.differentiable({**everything, **{n: arrays.get(n) for n in known.gradients}})
         wanted = tuple(n for n in known.gradients if n in every and n in arrays and _floats(arrays[n]))
         workload = Workload(operation, label, arrays, options, wanted, 0, _last_rows(arrays), as_given=True)
         decided = workload.explained()
