@@ -1,7 +1,9 @@
 """Calls of a user's own in `ejkernel bench` and `ejkernel tune`: how they are read, what they are given, what is said of them."""
 
 import json
+import re
 import shlex
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -85,6 +87,19 @@ def test_the_examples_of_the_errors_are_calls(operation, monkeypatch):
     _, (call,) = calls.from_words([operation, *calls.EXAMPLES[operation].split()])
     assert call.workload.explained().chosen is not None
     assert calls.unchecked(call.workload) in ("", "the reference in float64 would be too large")
+
+
+def test_the_page_shows_calls_that_can_be_read(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "lab.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "calls.yaml").write_text(block)
+    monkeypatch.setattr(
+        calls, "_with_values", lambda abstract: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), dict(abstract))
+    )
+    first, second = calls.from_file(str(tmp_path / "calls.yaml"))
+    assert (first.workload.name, second.workload.operation) == ("a layer with a window", "recurrent")
+    for line in re.findall(r"^ejkernel bench (\w+ .*)$", text, re.MULTILINE):
+        assert calls.from_words(shlex.split(line))[1]
 
 
 def test_values_are_plausible():
