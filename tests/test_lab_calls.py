@@ -287,6 +287,8 @@ def test_errors_are_those_of_the_call_as_given(monkeypatch):
     assert flash["error"] < 1e-6
     assert (ragged["dtype"], ragged["chosen"]["forward"]["platform"]) == ("bfloat16", "xla")
     assert 1e-4 < ragged["error"] < 1e-2
+    _, (ring,) = calls.from_words(["ring_attention", "query=f32[1,16,2,8]"])  # causal by itself
+    assert speed.bench(speed.own_plan([ring], with_peers=False, backward=False)[0])[0]["error"] < 1e-6
     _, (masked,) = calls.from_words(["flash_attention", "query=f32[1,8,2,8]", "attention_mask=bool[1,8]"])
     (row,) = speed.bench(speed.own_plan([masked], with_peers=False, backward=False, search=False)[0])
     assert (row["error"], row["unchecked"]) == (None, "the reference in float64 has no attention_mask")

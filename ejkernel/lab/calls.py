@@ -184,6 +184,11 @@ def _workload(operation: str, given: Mapping[str, Any], place: str, label: str =
         if missing:
             raise InvalidInputError(f"{', '.join(missing)}: missing; expected a call such as: ejkernel bench {operation} "
                                     f"{EXAMPLES[operation]}")  # fmt: skip
+        # What the operation takes for granted and the reference does not, such as a ring's causality, is said.
+        others = {
+            n: p.default for n, p in _reference(operation).items() if n in parameters and p.default is not p.empty
+        }
+        options = {n: known.defaults[n] for n, default in others.items() if known.defaults[n] != default} | options
         arrays = _with_values(abstract)
         everything = {**known.defaults, **arrays, **options}
         # A scalar, such as a cache's scale, has no gradient here.
@@ -232,11 +237,17 @@ def _logits(arrays: Mapping[str, Any]) -> int:
     return int(np.prod(query.shape[:-1])) * key.shape[-3]
 
 
+def _reference(operation: str) -> dict[str, inspect.Parameter]:
+    """The parameters of an operation's reference."""
+    found = dict(inspect.signature(REFERENCES[operation]).parameters)
+    if "options" in found:  # passed on to attention's
+        found |= inspect.signature(REFERENCES["flash_attention"]).parameters
+    return found
+
+
 def unchecked(workload: Workload) -> str:
     """Why the error of a call is not computed; nothing if it can be."""
-    reference = set(inspect.signature(REFERENCES[workload.operation]).parameters)
-    if "options" in reference:  # passed on to attention's
-        reference |= set(inspect.signature(REFERENCES["flash_attention"]).parameters)
+    reference = set(_reference(workload.operation))
     given = {n for n, v in workload.options.items() if v is not None and v is not False} - {"platform", "backend"}
     lacks = sorted((given | set(workload.arrays)) - reference)
     if isinstance(workload.arrays.get("weights"), dict):
