@@ -49,7 +49,7 @@ def words(choices: dict[str, Any]) -> str:
         f"{c['platform']} ({', '.join([c['source'], *(f'{n}={v}' for n, v in c['params'].items())])})"
         for c in choices.values()
     ]
-    return " and ".join(dict.fromkeys(parts)) if len(set(parts)) < 2 else f"{parts[0]}, backward {parts[1]}"
+    return parts[0] if len(set(parts)) == 1 else f"{parts[0]}, backward {parts[1]}"
 
 
 def platforms(decision: Any) -> list[str]:
