@@ -61,7 +61,7 @@ def test_a_file_says_the_same(tmp_path):
   query: f32[1,24,4,8]
   causal: true
   sliding_window: [7, 0]
-- {operation: grouped_matmul, a: "f32[12,4]", b: "f32[2,4,8]", group_sizes: [5, 7]}
+- {operation: grouped_matmul, <<: {a: "f32[12,4]"}, b: "f32[2,4,8]", group_sizes: [5, 7]}
 - operation: recurrent
   inputs: f32[2,5,4]
   weights: {weight_ih: "f32[9,4]", weight_hh: "f32[9,3]"}
@@ -152,6 +152,10 @@ def written(tmp_path, text):
         ("flash_attention query=f32[1,8,4,8] key=f32[1,8,3,8]", "flash_attention: query is float32[1, 8, 4, 8]; expected a number of heads"),
         ("flash_attention query=f32[1,8,4,8] sliding_window=-3", "flash_attention: sliding_window is -3"),
         ("flash_attention query=f32[1,8,4,8] fwd_params=3", "fwd_params cannot be given here: parameters are what is looked for"),
+        ("flash_attention query=f32[2,8]", "flash_attention: query is float32[2, 8]; expected"),
+        ("page_attention query=f32[2,4,8] key_cache=f32[9,2,4,8] context_lens=i32[2] block_tables=i32[4]",
+         "page_attention: block_tables is int32[4]; expected"),
+        ("recurrent inputs=f32[2,5,4] weights=3", "recurrent: weights"),
         ("flash_attention query=f64[1,8,4,8]", "query is float64; 64 bits need JAX_ENABLE_X64=1."),
         ("flash_attention query=f32[1,8,4,8] platform=cudnn", "platform='cudnn' cannot run this call"),
         ("flash_attention query=f32[1,8,4,8] --length 8", "--length is of operations that are only named"),

@@ -108,7 +108,8 @@ def _read(path: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            names = [self.construct_object(key, deep=True) for key in keys]
             twice = next((name for n, name in enumerate(names) if name in names[:n]), None)
             if twice is not None:
                 raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice", node.start_mark)
@@ -175,6 +176,8 @@ def _workload(operation: str, given: Mapping[str, Any], place: str, label: str =
                 value = tuple(value) if isinstance(value, list) else value
                 if argument in known.arrays and isinstance(value, tuple | str):
                     value = _listed(argument, value)
+            if hasattr(value, "shape") and value.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+                raise InvalidInputError(f"{name} is {value.dtype}; 64 bits need JAX_ENABLE_X64=1.")
             _put(abstract if hasattr(value, "shape") else options, name, value)
         for name, like in (("key", "query"), ("value", "key"), ("value_cache", "key_cache")):
             if name in parameters and name not in abstract and like in abstract:
@@ -189,14 +192,15 @@ def _workload(operation: str, given: Mapping[str, Any], place: str, label: str =
             n: p.default for n, p in _reference(operation).items() if n in parameters and p.default is not p.empty
         }
         options = {n: known.defaults[n] for n, default in others.items() if known.defaults[n] != default} | options
+        # Before any values are drawn: they follow shapes that fit together.
+        decided = ejkernel.explain(operation, **abstract, **options)
+        decided.require()
         arrays = _with_values(abstract)
         everything = {**known.defaults, **arrays, **options}
         # A scalar, such as a cache's scale, has no gradient here.
         every = known.differentiable({**everything, **{n: arrays.get(n) for n in known.gradients}})
         wanted = tuple(n for n in known.gradients if n in every and n in arrays and _floats(arrays[n]))
         workload = Workload(operation, label, arrays, options, wanted, 0, _last_rows(arrays), as_given=True)
-        decided = workload.explained()
-        decided.require()
         known.check_values(everything)  # traced, they would not be
     return workload if label else replace(workload, name=str(decided.call))
 
@@ -266,8 +270,6 @@ def _with_values(abstract: Mapping[str, Any]) -> dict[str, Any]:
     def one(name: str, x: Any) -> np.ndarray:
         if isinstance(x, np.ndarray):
             return x
-        if x.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
-            raise InvalidInputError(f"{name} is {x.dtype}; 64 bits need JAX_ENABLE_X64=1.")
         if is_float(x):
             scale = 0.1 if name == "weights" else 1.0
             return np.asarray(rng.standard_normal(x.shape, np.float32) * scale).astype(x.dtype)
