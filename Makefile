@@ -11,7 +11,7 @@ GPU_JOBS ?= 4
 # JAX's CUDA plugin compiles for GPUs that are not there: without CUDA's libraries, which only a GPU needs.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK := 1
 
-.PHONY: demo test test-slow test-full test-gpu typecheck lint format docs site bench wheel clean
+.PHONY: demo test test-slow test-full test-gpu typecheck types lint format docs site bench wheel clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,9 @@ typecheck: $(VENV)/.test  ## a part of the suite with every annotated shape and 
 	@begin=$$(date +%s); \
 	$(BIN)/python -m pytest -n $(JOBS) --jaxtyping-packages=ejkernel,beartype.beartype -m "typed and not slow" $(TESTS) && \
 	echo "make $@: $$(($$(date +%s) - begin)) seconds"
+
+types: $(VENV)/.test  ## pyright, strict, over uses of the public names, and whether the type of each is known
+	$(BIN)/python tools/public_types.py
 
 lint: $(VENV)/.test  ## ruff, and that the generated docs are current
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 `features.md` is written whole; a page in `operations/` gets its table after a line `<!-- features: NAME -->`, and the README
 its table of devices between `<!-- devices -->` and `<!-- /devices -->`. `models.md` gets what was measured, between
 `<!-- models -->` and `<!-- /models -->`, from the file of `benchmarks/models_gpu.py`, if that is there. `benchmarks.md` is
-written whole, from all files of results.
+written whole, from all files of results; `ejkernel/__init__.pyi` comes from the signatures, see `stub.py`.
 
 python docs/generate.py            write
 python docs/generate.py --check    fail if a file is not current
@@ -19,12 +19,14 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "benchmarks")]  # this tree,
 
 import models_tables
 import results_page
+import stub
 
 from ejkernel import Platform, kernel_registry
 from ejkernel.callib import CHIPS
 from ejkernel.contracts.device import describe
 
 README = HERE.parent / "README.md"
+STUB = HERE.parent / "ejkernel" / "__init__.pyi"
 MODELS = HERE.parent / "benchmarks" / "results" / "models_h200.json"
 
 NAMES = {
@@ -151,6 +153,7 @@ def pages() -> dict[Path, str]:
     operations = sorted((HERE / "operations").glob("*.md"))
     return {
         README: readme(README.read_text()),
+        STUB: stub.text(),
         HERE / "features.md": features(),
         HERE / "benchmarks.md": results_page.markdown(),
         HERE / "models.md": models((HERE / "models.md").read_text()),

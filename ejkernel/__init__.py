@@ -1,12 +1,13 @@
 """Deep-learning kernels for JAX behind one API on every device.
 
-Names are loaded when they are first used: importing the package touches no device and no optional dependency.
+Names are loaded when they are first used: importing the package touches no device and no optional dependency. Type checkers
+read ``__init__.pyi``, which `make docs` writes.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -42,27 +43,6 @@ _HOMES = {
 _PACKAGES = ("callib", "errors", "integrations", "lab", "ops", "patterns", "utils", "xla_utils")
 
 __all__ = sorted([*_HOMES, "patterns"])
-
-if TYPE_CHECKING:
-    from ejkernel import patterns
-    from ejkernel.contracts.params import BwdParams, FwdParams
-    from ejkernel.contracts.registry import kernel_registry
-    from ejkernel.contracts.support import Backend, Platform, Support
-    from ejkernel.errors import EjkernelError, InvalidInputError, UnsupportedError
-    from ejkernel.ops.blocksparse_attention import blocksparse_attention
-    from ejkernel.ops.config.autotune import autotune
-    from ejkernel.ops.config.context import overlay, target
-    from ejkernel.ops.core.explain import explain
-    from ejkernel.ops.core.export import export_checks
-    from ejkernel.ops.dot_product_attention import dot_product_attention
-    from ejkernel.ops.flash_attention import flash_attention
-    from ejkernel.ops.grouped_matmul import grouped_matmul
-    from ejkernel.ops.mean_pooling import mean_pooling
-    from ejkernel.ops.merge_attention import merge_attention
-    from ejkernel.ops.page_attention import page_attention
-    from ejkernel.ops.page_update import page_update
-    from ejkernel.ops.recurrent import recurrent
-    from ejkernel.ops.ring_attention import ring_attention, ring_shard, ring_unshard
 
 
 def __getattr__(name: str) -> Any:

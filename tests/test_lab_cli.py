@@ -203,7 +203,7 @@ def _ceilings(**_):
 
 def _quick_bench(job, *, seconds=0):
     row = {"operation": job.operation, "what": job.what, "length": job.length, "dtype": "float32", "ms": 1.5, "median_ms": 1.6,
-           "high_ms": 1.7, "compile_ms": 9.0, "tflops": 0.001, "memory_bytes": 1 << 20, "error": 1e-7, "flags": [],
+           "name": job.name(), "call": job.name(), "params": None, "chosen": {}, "high_ms": 1.7, "compile_ms": 9.0, "tflops": 0.001, "memory_bytes": 1 << 20, "error": 1e-7, "flags": [],
            "reason": ""}  # fmt: skip
     return [{**row, "implementation": name} for name in job.implementations]
 

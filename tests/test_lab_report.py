@@ -252,7 +252,7 @@ def test_collect_says_how_far_it_is(monkeypatch):
     monkeypatch.setattr(report, "roofline", lambda timings: {"points": []})
     told = []
     result = report.collect(True, lambda *step: told.append(step))
-    assert {"machine", "kernels", "checks", "timings", "roofline"} == set(result)
+    assert {"report_version", "machine", "kernels", "checks", "timings", "roofline"} == set(result)
     total = len(result["checks"]) + len(result["timings"]) + 1
     assert [done for _, done, _ in told] == list(range(total + 1))
     assert {t for *_, t in told} == {total}

@@ -22,7 +22,7 @@ AnyParams = TypeVar("AnyParams", bound="_Params")
 class _Params:
     """What both sets share. They are keys of caches, so a wrong value is refused before it becomes one."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None:

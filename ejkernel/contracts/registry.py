@@ -148,7 +148,7 @@ class Choice:
         """What the kernel runs on."""
         return self.implementation.backend
 
-    def forward(self, arrays: dict[str, Any], spec: Any) -> tuple:
+    def forward(self, arrays: dict[str, Any], spec: Any) -> tuple[Any, Any]:
         """Run the kernel's forward."""
         run = self.implementation.kernel.forward
         return run(arrays, spec, self.params, **_accepted(run, device=self.device))
@@ -174,7 +174,7 @@ class KernelRegistry:
         self._loading: set[str] = set()
         self._lock = threading.RLock()
         # Part of the key of every cached decision: a new kernel is considered from the next call on.
-        self.generation = 0
+        self.generation: int = 0
 
     def register(
         self,
@@ -272,7 +272,7 @@ class KernelRegistry:
 
     def get(
         self, algorithm: str, platform: Platform | str | None = None, backend: Backend | str | None = None
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """The operation, pinned to an implementation and callable with the operation's own signature."""
         platform, backend = as_member(platform, Platform, "platform"), as_member(backend, Backend, "backend")
         entries = self.list_implementations(algorithm)
@@ -361,4 +361,4 @@ def matches(entry: Implementation, platform: Platform | None, backend: Backend |
     )
 
 
-kernel_registry = KernelRegistry()
+kernel_registry: KernelRegistry = KernelRegistry()

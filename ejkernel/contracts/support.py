@@ -156,7 +156,7 @@ FLOATS = HALF | {"float32"}
 ALL_FLOATS = FLOATS | {"float64"}
 
 
-class _Everything(frozenset):
+class _Everything(frozenset[str]):
     """A set that holds whatever it is asked for."""
 
     def __contains__(self, item: object) -> bool:

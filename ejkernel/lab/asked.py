@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,30 @@ import jax.numpy as jnp
 import ejkernel
 from ejkernel import InvalidInputError, Platform, kernel_registry
 from ejkernel.contracts.device import describe
-from ejkernel.lab import workloads
+from ejkernel.lab import arguments, workloads
+from ejkernel.lab import calls as own
+from ejkernel.lab.calls import Given
 from ejkernel.lab.extras import need
+from ejkernel.lab.speed import BOTH, Job
 from ejkernel.ops.config import chain
 
 PICTURES = (".png", ".svg", ".pdf")
-_ARRAY = re.compile(r"^(?P<dtype>[a-z]+[0-9a-z_]*)\[(?P<shape>[0-9, ]*)\]$")
 
 
 def operations(names: list[str] | None) -> list[str]:
     """The operations of that name; all if none is given."""
     return [workloads.known(name) for name in names] if names else list(workloads.OPERATIONS)
+
+
+def calls(words: list[str] | None, file: str | None, lengths: list[int] | None) -> tuple[list[str], list[Given]]:
+    """Operations to take as they are timed, and calls of the user's own; all operations if nothing is asked for."""
+    named, given = own.from_words(words or [])
+    if file is not None:
+        given = [*given, *own.from_file(file)]
+    named = named if named or given else list(workloads.OPERATIONS)
+    if lengths and not named:
+        raise InvalidInputError("--length is of operations that are only named; a call of your own has its shapes.")
+    return named, given
 
 
 def platform(name: str | None) -> str | None:
@@ -81,7 +92,7 @@ def explain(
 ) -> Any:
     """The decision about a call that is described in words."""
     plain = workloads.checks(workloads.known(operation))[0]
-    abstract = jax.eval_shape(lambda: plain.cast(_dtype(dtype)))
+    abstract = jax.eval_shape(lambda: plain.cast(arguments.dtype(dtype, "--dtype")))
     arrays: dict[str, Any] = {name: abstract[name] for name in plain.arrays}
     if operation == "blocksparse_attention":
         arrays["sparsity_mask"] = plain.arrays["sparsity_mask"]
@@ -97,18 +108,14 @@ def explain(
             raise InvalidInputError(
                 f"--shape names {name!r}; expected one of {wanted}. Other arrays: --set NAME=dtype[shape]."
             )
-        _reshape(arrays, name, _sizes(text, f"--shape {name}"))
+        _reshape(arrays, name, arguments.sizes(text, f"--shape {name}"))
     for name, text in (_named(text, "--set", None) for text in options):
         if name not in parameters:
             raise InvalidInputError(
                 f"--set names {name!r}; expected an argument of {operation}: {', '.join(parameters)}."
             )
-        found = _ARRAY.match(text)
-        (arrays if found else statics)[name] = (
-            jax.ShapeDtypeStruct(_sizes(found["shape"], f"--set {name}"), _dtype(found["dtype"]))
-            if found
-            else _value(text)
-        )
+        found = arguments.array(text, f"--set {name}")
+        (arrays if found else statics)[name] = found or arguments.value(text)
     if causal is not None:
         if "causal" not in parameters:
             raise InvalidInputError(f"--causal: {operation} has no such argument.")
@@ -130,9 +137,9 @@ def decision(decided: Any) -> dict[str, Any]:
     }
 
 
-def tune(operation: str, length: int, backward: bool) -> list[dict[str, Any]]:
-    """Tune the call that is timed at a length; a row for each direction."""
-    workload = workloads.timed(operation, length, describe().kind != "cpu")
+def tune(job: Job) -> list[dict[str, Any]]:
+    """Tune a call; a row for each direction."""
+    workload, backward = job.workload(), job.what == BOTH
     arrays = workload.cast(workloads.default_dtype())
     f = workload.function()
 
@@ -149,7 +156,7 @@ def tune(operation: str, length: int, backward: bool) -> list[dict[str, Any]]:
             record = chain.lookup(call, describe(), entry, direction)
             if record:
                 params = ", ".join(f"{n}={v}" for n, v in record.params.to_dict().items() if v is not None)
-                row = {"operation": operation, "length": length, "direction": direction}
+                row = {"operation": job.operation, "length": job.length, "name": job.name(), "direction": direction}
                 row |= {"platform": entry.platform.value, "ms": record.seconds * 1e3, "params": params}
                 rows.append(row)
     return rows
@@ -181,28 +188,6 @@ def _named(text: str, option: str, default: str | None) -> tuple[str, str]:
     if not equals and default is None:
         raise InvalidInputError(f"{option} is {text!r}; expected NAME=VALUE.")
     return (name.strip(), rest.strip()) if equals else (default, text)
-
-
-def _sizes(text: str, option: str) -> tuple[int, ...]:
-    words = [word for word in re.split(r"[,\s]+", text.strip()) if word]
-    if not words or not all(word.isdecimal() for word in words):
-        raise InvalidInputError(f"{option} is {text!r}; expected sizes such as 2,1024,8,64.")
-    return tuple(map(int, words))
-
-
-def _dtype(name: str) -> str:
-    try:
-        return str(jnp.dtype({"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(name, name)))
-    except TypeError:
-        raise InvalidInputError(f"--dtype is {name!r}; expected a dtype such as bfloat16 or float32.") from None
-
-
-def _value(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _reshape(arrays: dict[str, Any], name: str, shape: tuple[int, ...]) -> None:

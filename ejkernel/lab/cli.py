@@ -62,6 +62,16 @@ def _app() -> Any:
     )
     Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables; progress goes to stderr.")]
     Operations = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Operations; default: all.")]
+    Calls = Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OP [NAME=VALUE]...]...",
+            help="Operations, or calls of your own: an operation and its arguments; default: all operations.",
+        ),
+    ]
+    File = Annotated[
+        str | None, typer.Option("-f", "--file", metavar="YAML", help="Calls of your own: a list, see docs/lab.md.")
+    ]
 
     def show(result: Any, as_json: bool, draw: Any) -> None:
         try:
@@ -151,11 +161,21 @@ def _app() -> Any:
 
     @app.command()
     def bench(
-        op: Operations = None,
+        op: Calls = None,
+        file: File = None,
         with_peers: Annotated[
             bool, typer.Option("--peers/--no-peers", help="Beside jax.nn, cuDNN, tokamax, torch, …")
         ] = True,
         pinned: Annotated[bool, typer.Option("--pinned", help="Each of our implementations too.")] = False,
+        search: Annotated[
+            bool | None,
+            typer.Option(
+                "--search/--no-search",
+                help="Every implementation and parameter set too, to warn where one is faster than what is selected; "
+                "default: for calls of your own.",
+                show_default=False,
+            ),
+        ] = None,
         length: Annotated[list[int] | None, typer.Option(help="Sequence length; may be repeated.")] = None,
         backward: Annotated[bool, typer.Option("--backward/--forward", help="Time gradients too.")] = True,
         seconds: Annotated[float, typer.Option(min=0.01, help="About how long to time each.")] = 0.3,
@@ -163,49 +183,60 @@ def _app() -> Any:
     ) -> None:
         """Times of ours beside the peers that are installed, with the error of each against float64.
 
-        [bold]Examples[/]: ejkernel bench flash_attention --length 2048 · ejkernel bench --no-peers --forward --json
+        [bold]Examples[/]: ejkernel bench flash_attention --length 2048 · ejkernel bench --no-peers --forward --json ·
+        ejkernel bench flash_attention query=bf16[2,8192,32,128] key=bf16[2,8192,8,128] causal=True ·
+        ejkernel bench -f calls.yaml
         """
-        from ejkernel.lab import asked, report, speed
+        from ejkernel.lab import asked, report, speed, variants
 
-        operations = asked.operations(op)
         lengths = asked.lengths(length)
+        operations, given = asked.calls(op, file, length)
+        options = {"with_peers": with_peers, "pinned": pinned, "backward": backward}
         plan = [
             job
             for name in operations
             for job in speed.bench_plan(
-                [name],
-                lengths or report.default_lengths(True)[name],
-                with_peers=with_peers,
-                pinned=pinned,
-                backward=backward,
+                [name], lengths or report.default_lengths(True)[name], search=bool(search), **options
             )
         ]
+        plan += speed.own_plan(given, search=search is not False, **options)
         with _progress(len(plan)) as step:
             rows = [row for job in plan for row in step(str(job), speed.bench, job, seconds=seconds)]
-        show({"machine": report.machine(), "timings": rows}, as_json, tables.timings)
-        if any(not row["ms"] and row["implementation"].startswith(speed.OURS) for row in rows):
+        advice = [line for line in map(variants.advice, rows) if line]
+        show({"machine": report.machine(), "timings": rows, "advice": advice}, as_json, tables.timings)
+        ours = [row for row in rows if row["implementation"].startswith(speed.OURS) and row["params"] is None]
+        if not all(row["ms"] for row in ours):
             raise typer.Exit(FAILED)
 
     @app.command()
     def tune(
-        op: Operations = None,
+        op: Calls = None,
+        file: File = None,
         length: Annotated[list[int] | None, typer.Option(help="Sequence length; may be repeated.")] = None,
         backward: Annotated[bool, typer.Option("--backward/--forward", help="Gradients too.")] = True,
         as_json: Json = False,
     ) -> None:
         """Measure implementations and their parameters here, and keep the fastest for this device.
 
-        What is tuned are the calls that [bold]bench[/] times. For calls of your own: ejkernel.autotune, or
+        Without arguments, what is tuned are the calls that [bold]bench[/] times. In a program: ejkernel.autotune, or
         EJKERNEL_AUTOTUNE=1.
 
-        [bold]Examples[/]: ejkernel tune flash_attention --length 4096
+        [bold]Examples[/]: ejkernel tune flash_attention --length 4096 ·
+        ejkernel tune flash_attention query=bf16[2,8192,32,128] causal=True · ejkernel tune -f calls.yaml
         """
-        from ejkernel.lab import asked, report
+        from ejkernel.lab import asked, report, speed
 
         lengths = asked.lengths(length)
-        plan = [(name, n) for name in asked.operations(op) for n in lengths or report.default_lengths(True)[name]]
+        operations, given = asked.calls(op, file, length)
+        timed = report.default_lengths(True)
+        plan = [
+            job for name in operations for job in speed.bench_plan([name], lengths or timed[name], backward=backward)
+        ]
+        plan += speed.own_plan(given, backward=backward)
+        # A backward is tuned with its forward.
+        plan = list({job.name(): job for job in plan}.values())
         with _progress(len(plan)) as step:
-            rows = [row for job in plan for row in step(f"{job[0]}, {job[1]}", asked.tune, *job, backward)]
+            rows = [row for job in plan for row in step(job.name(), asked.tune, job)]
         show({"machine": report.machine(), "tuned": rows}, as_json, tables.tuned)
 
     @app.command()
@@ -238,19 +269,49 @@ def _app() -> Any:
             bool, typer.Option("--quick", help="Fewer and shorter calls: under two minutes on two cores.")
         ] = False,
         output: Annotated[
-            str, typer.Option("-o", "--output", metavar="DIR", help="Where to write.")
-        ] = "ejkernel-report",
+            str | None,
+            typer.Option(
+                "-o",
+                "--output",
+                metavar="DIR",
+                help="Where to write; default: ejkernel-report, or ejkernel-comparison.",
+                show_default=False,
+            ),
+        ] = None,
+        compare: Annotated[
+            tuple[str, str] | None,
+            typer.Option(
+                "--compare",
+                metavar="A B",
+                help="Two saved report.json, or their folders: side by side.",
+                show_default=False,
+            ),
+        ] = None,
         as_json: Json = False,
     ) -> None:
         """One page about this machine: kernels with reasons, correctness, speed beside the peers, roofline.
 
         Writes index.html (self-contained), report.json and the plots as PNG and SVG. Exit code 1 if a check failed.
+        With --compare nothing is measured: two saved reports stand side by side, of two machines or two versions, in
+        index.html and comparison.json.
 
-        [bold]Examples[/]: ejkernel report --quick · ejkernel report -o my-report
+        [bold]Examples[/]: ejkernel report --quick · ejkernel report -o my-report ·
+        ejkernel report --compare a/report.json b/report.json
         """
-        from ejkernel.lab import asked
+        from ejkernel.lab import asked, side_by_side
         from ejkernel.lab import report as lab
 
+        if compare is not None:
+            if quick:
+                raise EjkernelError("--quick is about measuring, and --compare measures nothing: leave one out.")
+            output = output or "ejkernel-comparison"
+            asked.can_write(os.path.join(output, "index.html"))
+            found = side_by_side.beside(*map(side_by_side.load, compare))
+            path = page.write_comparison(found, output)
+            show(found, as_json, tables.comparison)
+            print(f"The page: {path.resolve().as_uri()}", file=sys.stderr)
+            return
+        output = output or "ejkernel-report"
         asked.can_draw(os.path.join(output, "roofline.png"))
         with _progress(1) as step:
             result = lab.collect(quick, step.at)

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.contracts.device import describe
 from ejkernel.lab.extras import need
-from ejkernel.lab.workloads import Workload
+from ejkernel.lab.workloads import Workload, is_float
 
 
 class Absent(Exception):
@@ -30,17 +31,23 @@ def function(name: str, workload: Workload) -> tuple[Callable[[dict[str, Any]], 
         Absent: with the reason.
     """
     made, framework = _PEERS[workload.operation][name]
+    given = {*workload.arrays, *(n for n, v in workload.options.items() if v is not None and v is not False)}
+    others = sorted(given - _KNOWN[workload.operation] - {"platform", "backend"})
+    if others:
+        raise Absent(f"is compared only without {', '.join(others)}")
     return made(workload), framework
 
 
-def as_torch(arrays: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A workload's arrays as tensors, on torch's GPU if it has one."""
+def as_torch(arrays: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """A workload's arrays as tensors, on torch's GPU if it has one; floats in a dtype, or None: in their own."""
     torch = need("torch", "a comparison with torch")
     place = "cuda" if torch.cuda.is_available() else "cpu"
 
     def one(x: Any) -> Any:
-        tensor = torch.from_numpy(x).to(place)
-        return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        if not is_float(x):
+            return torch.from_numpy(x).to(place)
+        # Numpy has no bfloat16 of its own.
+        return torch.from_numpy(np.asarray(x, np.float32)).to(place).to(getattr(torch, dtype or x.dtype.name))
 
     return jax.tree.map(one, arrays)
 
@@ -55,12 +62,22 @@ def _gpu(wanted: str) -> None:
         raise Absent(f"{wanted} needs a GPU")
 
 
+def _causal(workload: Workload, aligned: str) -> bool:
+    """Whether a call is causal, for a peer that aligns the diagonal in this way."""
+    causal = workload.options.get("causal", False)
+    lengths = {workload.arrays[name].shape[1] for name in ("query", "key")}
+    if causal and aligned == "top-left" and len(lengths) > 1:
+        raise Absent("aligns a causal mask top-left, which differs where there are more keys than queries")
+    return causal
+
+
 def _jax_nn(implementation: str) -> Callable:
     def made(workload: Workload) -> Callable:
         if implementation == "cudnn":
             _gpu("cuDNN")
+        causal = _causal(workload, "top-left")
         return lambda x: jax.nn.dot_product_attention(
-            x["query"], x["key"], x["value"], is_causal=workload.options["causal"], implementation=implementation
+            x["query"], x["key"], x["value"], is_causal=causal, implementation=implementation
         )
 
     return made
@@ -70,18 +87,20 @@ def _tokamax(workload: Workload) -> Callable:
     _installed("tokamax")
     from tokamax import dot_product_attention
 
-    return lambda x: dot_product_attention(
-        x["query"], x["key"], x["value"], is_causal=workload.options["causal"], implementation=None
-    )
+    causal = _causal(workload, "top-left")
+    return lambda x: dot_product_attention(x["query"], x["key"], x["value"], is_causal=causal, implementation=None)
 
 
 def _torch_sdpa(workload: Workload) -> Callable:
     _installed("torch")
     import torch.nn.functional as F
 
+    causal = _causal(workload, "top-left")
+    grouped = {"enable_gqa": True} if workload.arrays["query"].shape[2] != workload.arrays["key"].shape[2] else {}
+
     def attend(x: dict[str, Any]) -> Any:
         q, k, v = (x[name].transpose(1, 2) for name in ("query", "key", "value"))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=workload.options["causal"]).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped).transpose(1, 2)
 
     return attend
 
@@ -92,8 +111,10 @@ def _flash_attention_4(workload: Workload) -> Callable:
     _installed("flash_attn.cute")
     from flash_attn.cute import flash_attn_func
 
+    causal = _causal(workload, "bottom-right")
+
     def attend(x: dict[str, Any]) -> Any:
-        out = flash_attn_func(x["query"], x["key"], x["value"], causal=workload.options["causal"])
+        out = flash_attn_func(x["query"], x["key"], x["value"], causal=causal)
         return out[0] if isinstance(out, tuple) else out
 
     return attend
@@ -104,7 +125,9 @@ def _gathered(workload: Workload) -> Callable:
 
 
 def _masked(workload: Workload) -> Callable:
-    size, causal = workload.options["block_size"], workload.options["causal"]
+    size, causal = workload.options.get("block_size", 64), _causal(workload, "top-left")
+    if not isinstance(size, int) or workload.arrays["sparsity_mask"].ndim != 2:
+        raise Absent("is compared only with square blocks and one mask for all heads")
 
     def attend(x: dict[str, Any]) -> Any:
         mask = jnp.repeat(jnp.repeat(x["sparsity_mask"], size, 0), size, 1)
@@ -118,7 +141,9 @@ def _torch_recurrent(workload: Workload) -> Callable:
     _installed("torch")
     import torch
 
-    cell = workload.options["cell_type"]
+    if set(workload.arrays["weights"]) != {"weight_ih", "weight_hh"}:
+        raise Absent("is compared only without biases, in one direction")
+    cell = workload.options.get("cell_type", "lstm")
     width, hidden = workload.arrays["inputs"].shape[-1], workload.arrays["weights"]["weight_hh"].shape[-1]
     kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn": torch.nn.RNN}[cell]
     module = kind(width, hidden, batch_first=True, bias=False)
@@ -132,11 +157,15 @@ def _torch_recurrent(workload: Workload) -> Callable:
 
 
 def _ragged_dot(workload: Workload) -> Callable:
+    if "group_sizes" not in workload.arrays:
+        raise Absent("is compared only with group_sizes")
     return lambda x: jax.lax.ragged_dot(x["a"], x["b"], x["group_sizes"])
 
 
 def _masked_mean(workload: Workload) -> Callable:
-    return lambda x: jnp.mean(x["inputs"], axis=1, where=x["mask"][..., None])
+    if "mask" not in workload.arrays:
+        return lambda x: jnp.mean(x["inputs"], axis=1)
+    return lambda x: jnp.mean(x["inputs"], axis=1, where=x["mask"][..., None] != 0)
 
 
 _PEERS: dict[str, dict[str, tuple[Callable[[Workload], Callable], str]]] = {
@@ -152,4 +181,14 @@ _PEERS: dict[str, dict[str, tuple[Callable[[Workload], Callable], str]]] = {
     "recurrent": {"torch": (_torch_recurrent, "torch")},
     "mean_pooling": {"jnp.mean": (_masked_mean, "jax")},
     "grouped_matmul": {"jax.lax.ragged_dot": (_ragged_dot, "jax")},
+}
+
+# The arguments that the peers of an operation are called with; a call that has others is not compared.
+_KNOWN: dict[str, set[str]] = {
+    "flash_attention": {"query", "key", "value", "causal"},
+    "page_attention": {"query", "key_cache", "value_cache", "context_lens", "block_tables"},
+    "blocksparse_attention": {"query", "key", "value", "sparsity_mask", "block_size", "causal"},
+    "recurrent": {"inputs", "weights", "cell_type"},
+    "mean_pooling": {"inputs", "mask"},
+    "grouped_matmul": {"a", "b", "group_sizes"},
 }

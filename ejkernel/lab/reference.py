@@ -15,7 +15,8 @@ def attention(
     value: Any,
     *,
     causal: bool = False,
-    sliding_window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     bias: Any = None,
     softmax_aux: Any = None,
@@ -34,7 +35,8 @@ def attention(
     """
     group = query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, group, 2), jnp.repeat(value, group, 2)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    logits = logits * (query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     if bias is not None:
@@ -43,8 +45,11 @@ def attention(
     distance = jnp.arange(kv_len) - (jnp.arange(q_len)[:, None] + kv_len - q_len)
     if causal:
         seen = seen & (distance <= 0)
-    if sliding_window is not None:
-        seen = seen & (distance >= -sliding_window[0]) & (distance <= sliding_window[1])
+    left, right = sliding_window if isinstance(sliding_window, tuple) else (sliding_window, sliding_window)
+    if left is not None:
+        seen = seen & (distance >= -left)
+    if right is not None:
+        seen = seen & (distance <= right)
     if q_segment_ids is not None:
         seen = seen & (q_segment_ids[:, None, :, None] == kv_segment_ids[:, None, None, :])
     logits = jnp.where(seen, logits, -jnp.inf)
@@ -68,14 +73,15 @@ def page_attention(query: Any, key_cache: Any, value_cache: Any, context_lens: A
 
 
 def blocksparse_attention(
-    query: Any, key: Any, value: Any, sparsity_mask: Any, *, block_size: int, causal: bool
+    query: Any, key: Any, value: Any, sparsity_mask: Any, block_size: int | tuple[int, int] = 64, **options: Any
 ) -> Any:
     """Attention with the mask of blocks spread over their elements."""
-    seen = jnp.repeat(jnp.repeat(sparsity_mask, block_size, 0), block_size, 1)[: query.shape[1], : key.shape[1]]
-    return attention(query, key, value, causal=causal, seen=seen)
+    rows, columns = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    seen = jnp.repeat(jnp.repeat(sparsity_mask, rows, -2), columns, -1)[..., : query.shape[1], : key.shape[1]]
+    return attention(query, key, value, seen=seen, **options)
 
 
-def recurrent(inputs: Any, weights: dict[str, Any], *, cell_type: str) -> Any:
+def recurrent(inputs: Any, weights: dict[str, Any], *, cell_type: str = "lstm") -> Any:
     """One step after the other, from a state of zeros, with PyTorch's gates."""
     w_ih, w_hh = weights["weight_ih"], weights["weight_hh"]
     size = w_hh.shape[1]

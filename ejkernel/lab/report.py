@@ -24,6 +24,8 @@ from ejkernel.lab.ceilings import Ceilings, measure_ceilings
 from ejkernel.lab.speed import FORWARD, OURS, Job, bench, bench_plan
 from ejkernel.lab.workloads import OPERATIONS
 
+VERSION = 1  # of what a report holds: another one cannot be compared with it
+
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
@@ -61,6 +63,7 @@ def kernels(device: Any = None) -> list[dict[str, Any]]:
                     "platform": candidate.platform.value,
                     "backend": candidate.backend.value,
                     "runs": candidate.verdict != "refused",
+                    "chosen": candidate.verdict == "chosen",
                     "reasons": list(candidate.reasons),
                 }
             )
@@ -131,7 +134,8 @@ def collect(quick: bool, progress: Callable[[str, int, int], None] = lambda *_: 
     """Everything that a report shows; ``progress(what, done, total)`` is called as it goes."""
     to_check, to_time = check_plan(), plan(quick)
     total = len(to_check) + len(to_time) + 1
-    result: dict[str, Any] = {"machine": machine(), "kernels": kernels(), "checks": [], "timings": []}
+    result: dict[str, Any] = {"report_version": VERSION, "machine": machine(), "kernels": kernels()}
+    result |= {"checks": [], "timings": []}
     count = itertools.count(1)
     progress("checking", 0, total)
     result["checks"] = run_checks(to_check, lambda words: progress(words, next(count), total))

@@ -31,9 +31,11 @@ def checks(console: Any, result: dict[str, Any]) -> None:
 
 
 def timings(console: Any, result: dict[str, Any]) -> None:
-    """Times beside the peers'."""
+    """Times beside the peers', and what would be faster than what is selected."""
     _machine(console, result["machine"])
     _timings(console, result["timings"])
+    for line in result["advice"]:
+        console.print(f"Faster: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def tuned(console: Any, result: dict[str, Any]) -> None:
@@ -42,11 +44,8 @@ def tuned(console: Any, result: dict[str, Any]) -> None:
     _table(
         console,
         "Measured and kept",
-        ["operation", "length", "direction", "platform", "ms", "parameters"],
-        [
-            [r["operation"], str(r["length"]), r["direction"], r["platform"], f"{r['ms']:.3f}", r["params"]]
-            for r in result["tuned"]
-        ],
+        ["call", "direction", "platform", "ms", "parameters"],
+        [[r["name"], r["direction"], r["platform"], f"{r['ms']:.3f}", r["params"]] for r in result["tuned"]],
     )
 
 
@@ -65,7 +64,56 @@ def report(console: Any, result: dict[str, Any]) -> None:
     _roofline(console, result["roofline"])
 
 
-_NUMBERS = {"length", "ms", "error", "TFLOP/s", "MiB", "ejkernel is", "FLOP/byte", "of its roof"}
+def comparison(console: Any, result: dict[str, Any]) -> None:
+    """Two reports side by side, in short: the page has all of it."""
+    for machine in result["machines"]:
+        console.print(f"{machine['name']}: {machine['device']}", markup=False, highlight=False)
+    _table(
+        console,
+        "What differs",
+        ["", "A", "B"],
+        [[r["name"], str(r["a"] or "—"), str(r["b"] or "—")] for r in result["versions"] if r["differs"]],
+    )
+    kernels = [(r["operation"], *(_chosen(r[side]) for side in ("a", "b"))) for r in result["kernels"]]
+    _table(console, "Kernels of a plain call", ["operation", "A", "B"], [list(row) for row in kernels])
+    ours = [r for r in result["timings"] if r["implementation"] == "ejkernel" and r["ratio"]]
+    _table(
+        console,
+        "Ours",
+        ["operation", "length", "A ms", "B ms", "A ÷ B"],
+        [
+            [f"{r['operation']}, {r['what']}", str(r["length"]), _number(r["a"]["ms"], ".3f"), _number(r["b"]["ms"], ".3f"),
+             f"{r['ratio']:.2f} ×"]
+            for r in ours
+        ],
+    )  # fmt: skip
+    found, checks = result["summary"], result["checks"]
+    if found["calls"]:
+        tally = ", ".join(f"{found[verdict]} {verdict}" for verdict in ("faster", "level", "slower") if found[verdict])
+        console.print(f"B is {found['mean']:.2f} × as fast as A, geometric mean of {found['calls']} calls: {tally}.")
+    for side, name in (("a", "A"), ("b", "B")):
+        off = [r for r in checks if r[side] and not r[side]["passed"] and not r[side]["refused"]]
+        alone = sum(bool((r[side] or {}).get("ms")) and not r["ratio"] for r in result["timings"])
+        console.print(f"{name}: {len(off)} checks not passed, {alone} times that the other has not.", highlight=False)
+
+
+def _chosen(side: dict[str, Any] | None) -> str:
+    return "—" if side is None else ", ".join(side["chosen"]) or "none"
+
+
+_NUMBERS = {
+    "length",
+    "ms",
+    "error",
+    "TFLOP/s",
+    "MiB",
+    "ejkernel is",
+    "FLOP/byte",
+    "of its roof",
+    "A ms",
+    "B ms",
+    "A ÷ B",
+}
 _STYLES = {"ok": "green", "yes": "green", "no": "red", "wrong": "bold red"}
 
 
@@ -121,16 +169,27 @@ def _checks(console: Any, rows: list[dict[str, Any]]) -> None:
 def _timings(console: Any, rows: list[dict[str, Any]]) -> None:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["operation"], row["what"]), []).append(row)
-    for (operation, what), group in groups.items():
+        given = row["length"] is None
+        if row["params"] is None or row["implementation"] == _fastest(rows, row):
+            groups.setdefault((row["name"] if given else row["operation"], row["what"]), []).append(row)
+    for (call, what), group in groups.items():
         ours = {r["length"]: r["ms"] for r in group if r["implementation"] == "ejkernel"}
         _table(
             console,
-            f"{operation}, {what}, {group[0]['dtype']}",
-            ["length", "implementation", "ms", "ejkernel is", "TFLOP/s", "MiB", "error", ""],
+            f"{call}, {what}, {group[0]['dtype']}",
+            [
+                *(["length"] if group[0]["length"] is not None else []),
+                "implementation",
+                "ms",
+                "ejkernel is",
+                "TFLOP/s",
+                "MiB",
+                "error",
+                "",
+            ],
             [
                 [
-                    str(r["length"]),
+                    *([str(r["length"])] if r["length"] is not None else []),
                     r["implementation"],
                     _number(r["ms"], ".3f"),
                     _beside(r, ours.get(r["length"])),
@@ -144,14 +203,22 @@ def _timings(console: Any, rows: list[dict[str, Any]]) -> None:
             ],
         )
     absent = dict.fromkeys(f"{r['implementation']}: {r['reason']}" for r in rows if r["reason"])
+    unchecked = dict.fromkeys(f"{r['name']}: {r['unchecked']}" for r in rows if r.get("unchecked"))
     console.print(
         "ejkernel is: how many times as fast as that row. error: of the output against float64. ~: the times were "
         "unsteady, see --json.",
         *(f"Not timed: {line}" for line in absent),
+        *(f"No error for {line}" for line in unchecked),
         sep="\n",
         markup=False,
         highlight=False,
     )
+
+
+def _fastest(rows: list[dict[str, Any]], row: dict[str, Any]) -> str:
+    """The fastest parameter set of those timed on a row's call: the only one that is shown."""
+    same = [r for r in rows if (r["name"], r["what"]) == (row["name"], row["what"]) and r["params"] and r["ms"]]
+    return min(same, key=lambda r: r["ms"])["implementation"] if same else ""
 
 
 def _beside(row: dict[str, Any], own: float | None) -> str:

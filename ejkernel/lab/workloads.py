@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ class Workload:
         differentiable: the arguments whose gradients are taken.
         length: what the call is plotted over; 0 if it is not.
         last_rows: compare only so many of an attention's last queries: the reference holds all their logits. 0: all.
+        as_given: the arrays have the dtypes that they are to have, whatever is asked for.
     """
 
     operation: str
@@ -44,19 +45,21 @@ class Workload:
     differentiable: tuple[str, ...] = ("query", "key", "value")
     length: int = 0
     last_rows: int = 0
+    as_given: bool = False
 
     def cast(self, dtype: str) -> dict[str, Any]:
         """The arrays on the device."""
 
         def one(name: str, x: np.ndarray) -> jax.Array:
-            return jnp.asarray(x, dtype if x.dtype == np.float32 and name not in _KEPT else x.dtype)
+            rounded = x.dtype == np.float32 and name not in _KEPT and not self.as_given
+            return jnp.asarray(x, dtype if rounded else x.dtype)
 
         return {name: jax.tree.map(partial(one, name), x) for name, x in self.arrays.items()}
 
     def function(self, platform: str | None = None) -> Callable[[dict[str, Any]], Any]:
         """The call as a function of its arrays."""
         operation = getattr(ejkernel, self.operation)
-        options = {**self.options, "platform": platform}
+        options = self.options if platform is None else {**self.options, "platform": platform}
         if self.operation != "ring_attention":
             return lambda arrays: operation(**arrays, **options)
         mesh = jax.make_mesh((len(jax.devices()),), ("ring",), (jax.sharding.AxisType.Auto,))
@@ -72,15 +75,20 @@ class Workload:
         """The same in plain ``jnp``."""
         return REFERENCES[self.operation](**arrays, **self.options)
 
-    def explained(self, dtype: str = "float32", device: Any = None) -> Any:
-        """What would run it."""
+    def explained(self, dtype: str = "float32", device: Any = None, gradients: Sequence[str] = ()) -> Any:
+        """What would run it, and its backward for these gradients."""
         abstract = jax.eval_shape(lambda: self.cast(dtype))
-        known = {name: x for name, x in self.arrays.items() if isinstance(x, np.ndarray) and x.dtype != np.float32}
-        return explain(self.operation, **{**abstract, **known}, **self.options, device=device)
+        known = {name: x for name, x in self.arrays.items() if isinstance(x, np.ndarray) and not is_float(x)}
+        return explain(self.operation, **{**abstract, **known}, **self.options, device=device, gradients=gradients)
 
     def cost(self, dtype: str) -> Any:
         """The floating-point operations and bytes that the operation states."""
         return kernel_registry.operation(self.operation).cost(self.explained(dtype).call)
+
+
+def is_float(array: Any) -> bool:
+    """Whether an array holds floating-point numbers, of whatever width."""
+    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def checks(operation: str) -> list[Workload]:

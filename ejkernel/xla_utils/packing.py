@@ -6,7 +6,7 @@ sequence are then -1, or 0 in packed data.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,10 @@ AnyArray = Array | np.ndarray
 Whole = int | np.integer | Integer[AnyArray, "..."]
 
 
+@overload
+def cdiv(a: int, b: int) -> int: ...
+@overload
+def cdiv(a: Whole, b: Whole) -> Whole: ...
 def cdiv(a: Whole, b: Whole) -> Whole:
     """Division of integers, rounded up.
 

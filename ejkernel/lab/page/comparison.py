@@ -11,6 +11,16 @@ from ejkernel.lab.page.words import count, positive, ratio, word
 LEVEL = 1.05  # times closer than this are called level: they change places from one run to the next
 
 
+def verdict(ratio: float) -> str:
+    """What a ratio of speeds means.
+
+    Example:
+        >>> verdict(2.0), verdict(1.01), verdict(0.5)
+        ('faster', 'level', 'slower')
+    """
+    return "faster" if ratio >= LEVEL else "slower" if ratio <= 1 / LEVEL else "level"
+
+
 class Comparison(NamedTuple):
     """Ours beside the fastest of the others, on one call."""
 
@@ -24,7 +34,7 @@ class Comparison(NamedTuple):
     @property
     def verdict(self) -> str:
         """How ours is: "faster", "level" or "slower"."""
-        return "faster" if self.ratio >= LEVEL else "slower" if self.ratio <= 1 / LEVEL else "level"
+        return verdict(self.ratio)
 
     @property
     def shown(self) -> str:

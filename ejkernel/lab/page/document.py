@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ejkernel import __version__
 from ejkernel.errors import InvalidInputError
 from ejkernel.lab.extras import need
-from ejkernel.lab.page import figures, sections
+from ejkernel.lab.page import beside, figures, sections
 from ejkernel.lab.page.files import put
 from ejkernel.lab.page.series import THEME, device
 
@@ -36,9 +37,27 @@ def write(result: Mapping[str, Any], folder: str | Path) -> Path:
     """
     text = as_json(result)
     plots = figures.render(result)
-    files = {**plots, "report.json": text.encode(), "index.html": _render(result).encode("utf-8", "replace")}
+    files = {**plots, "report.json": text.encode(), "index.html": _report(result).encode("utf-8", "replace")}
     every = {f"{kind}.{suffix}" for kind in ("latency", "memory", "roofline") for suffix in ("svg", "png")}
     put(folder, files, stale=every - set(plots))
+    return Path(folder) / "index.html"
+
+
+def write_comparison(result: Mapping[str, Any], folder: str | Path) -> Path:
+    """Write two reports side by side: ``index.html``, which holds everything, and ``comparison.json``.
+
+    Args:
+        result: what ``ejkernel.lab.side_by_side.beside`` made of them.
+        folder: where to, as for ``write``.
+
+    Returns:
+        The page.
+
+    Raises:
+        InvalidInputError: the folder cannot be written; nothing is written then.
+    """
+    text = as_json(result)
+    put(folder, {"comparison.json": text.encode(), "index.html": _comparison(result).encode("utf-8", "replace")})
     return Path(folder) / "index.html"
 
 
@@ -68,7 +87,51 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _render(result: Mapping[str, Any]) -> str:
+TITLES = {
+    "speed": "Speed",
+    "roofline": "Roofline",
+    "kernels": "Kernels",
+    "correctness": "Correctness",
+    "times": "Times",
+    "beside_speed": "Speed",
+    "beside_kernels": "Kernels",
+    "beside_correctness": "Correctness",
+    "beside_versions": "Versions",
+}
+
+
+def _report(result: Mapping[str, Any]) -> str:
+    names = ("speed", "roofline", "kernels", "correctness", "times")
+    machine = result.get("machine") or {}
+    return _render(
+        {name: getattr(sections, name)(result) for name in names},
+        brand="ejkernel report",
+        heading=[device(result)],
+        facts=[sections.machine_facts(machine)],
+        cards=sections.headline(result),
+        version=machine.get("ejkernel"),
+        result=_finite(result),
+        file="report.json",
+        data="All of the above as JSON, to put beside another machine’s: ejkernel report --compare.",
+    )
+
+
+def _comparison(result: Mapping[str, Any]) -> str:
+    names = ("beside_speed", "beside_kernels", "beside_correctness", "beside_versions")
+    return _render(
+        {name: getattr(beside, name)(result) for name in names},
+        brand="ejkernel report --compare",
+        heading=beside.heading(result),
+        facts=beside.facts(result),
+        cards=beside.headline(result),
+        version=__version__,
+        result=_finite(result),
+        file="comparison.json",
+        data="All of the above as JSON.",
+    )
+
+
+def _render(found: Mapping[str, Any], **parts: Any) -> str:
     jinja2 = need("jinja2", "the report's page")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ejkernel.lab.page"),
@@ -78,14 +141,6 @@ def _render(result: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # not sorted
-    found = {name: getattr(sections, name)(result) for name in ("speed", "roofline", "kernels", "correctness", "times")}
-    machine = result.get("machine") or {}
-    return environment.get_template("page.html").render(
-        device=device(result),
-        version=machine.get("ejkernel"),
-        facts=sections.machine_facts(machine),
-        cards=sections.headline(result),
-        sections={name: section for name, section in found.items() if section},
-        result=_finite(result),
-        theme=THEME,
-    )
+    shown = {name: section for name, section in found.items() if section}
+    titles = {name: TITLES[name] for name in shown}
+    return environment.get_template("page.html").render(sections=shown, titles=titles, theme=THEME, **parts)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ from ejkernel.ops.config import chain
 from ejkernel.ops.config.context import surroundings, tuning
 from ejkernel.utils.bursts import ROUNDS, time_bursts
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 SECONDS_A_CANDIDATE = 0.5
 COMPILERS = 16
 
 
-def autotune(fn: Callable[..., R]) -> Callable[..., R]:
+def autotune(fn: Callable[P, R]) -> Callable[P, R]:
     """A function that measures what has not been measured of the operations in ``fn``, then runs it.
 
     Each operation that ``fn`` calls, forward and (where ``fn`` differentiates) backward, is timed on random arrays of the
@@ -47,7 +48,7 @@ def autotune(fn: Callable[..., R]) -> Callable[..., R]:
         raise InvalidInputError(f"autotune takes a function and returns one, got {fn!r}: write autotune(fn)(*args).")
 
     @functools.wraps(fn)
-    def tuned(*args: Any, **kwargs: Any) -> R:
+    def tuned(*args: P.args, **kwargs: P.kwargs) -> R:
         with tuning():
             return fn(*args, **kwargs)
 
@@ -88,7 +89,7 @@ def _device(device: DeviceInfo) -> jax.Device | None:
 
 
 def _measure_here(call, device, here, entries, direction, stopped) -> dict[Implementation, chain.Record]:
-    candidates = [(entry, params) for entry in entries for params in _candidates(call, device, entry, direction)]
+    candidates = [(entry, params) for entry in entries for params in proposals(call, device, entry, direction)]
     best: dict[Implementation, chain.Record] = {}
     with (
         jax.default_device(here),
@@ -113,7 +114,8 @@ def _measure_here(call, device, here, entries, direction, stopped) -> dict[Imple
     return best
 
 
-def _candidates(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> list[FwdParams | BwdParams]:
+def proposals(call: Call, device: DeviceInfo, entry: Implementation, direction: str) -> list[FwdParams | BwdParams]:
+    """The parameters worth timing: what the kernel would use by itself, and what it proposes beside that."""
     defaults = chain.heuristic(call, device, entry, direction)
     space = getattr(entry.kernel, "space", None)
     proposed = space(call.shapes, call.spec, device, direction) if space else []

@@ -58,7 +58,7 @@
   at("download").addEventListener("click", () => {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([text()], { type: "application/json" }));
-    link.download = "report.json";
+    link.download = at("download").dataset.file;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   });
