@@ -129,9 +129,9 @@ def tokamax(q, k, v, **arguments):
     return dot_product_attention(q, k, v, **arguments)
 
 
-def attention_of(name, batch, mesh=None):
+def attention_of(name, batch, mesh):
     if name == "ejkernel":
-        return ring(batch, mesh) if mesh is not None and mesh.shape["ring"] > 1 else packed(batch)
+        return ring(batch, mesh) if mesh.shape["ring"] > 1 else packed(batch)
     return masked({"jax.nn": jax_nn, "tokamax": tokamax}[name], batch)
 
 
@@ -170,15 +170,16 @@ def loss_of(weights, recipe, batch, attend):
 
 
 def flops_of(recipe, offsets):
-    """What a step has to compute: 2 operations for each weight and token and 4 for each pair of a query and a key that it
-    sees, three times (the gradients are two more). What checkpointing repeats does not count."""
+    """What has to be computed for rows with these documents: 2 operations for each weight and token, and 4 × head_dim for
+    each head's pair of a query and a key that it sees; three times, for the gradients of both factors are as much again. What
+    checkpointing repeats does not count."""
     model, sizes = recipe.model, np.diff(offsets).astype(np.int64)
     weights = jax.eval_shape(functools.partial(initial_weights, model), jax.random.key(0))
     matrices = sum(w.size for path, w in jax.tree.leaves_with_path(weights) if "norm" not in jax.tree_util.keystr(path))
     near = np.minimum(sizes, recipe.window + 1)
     pairs = (sizes * (sizes + 1) // 2).sum() + (near * (near + 1) // 2 + (sizes - near) * near).sum()
     attention = 4 * model.heads * model.head_dim * model.layers // 2 * int(pairs)
-    return 3 * (2 * matrices * recipe.rows * recipe.length + attention)
+    return 3 * (2 * matrices * len(offsets) * recipe.length + attention)
 
 
 # Training
@@ -229,33 +230,35 @@ def trained(recipe, attention, documents, mesh):
     """Weights after all steps, and what the run was like."""
     batches = packed_text.batches_of(documents, recipe.rows, recipe.length)
     state = jax.jit(initial_state, static_argnums=0, out_shardings=NamedSharding(mesh, P()))(recipe)
-    losses, flops, begin = [], 0, time.perf_counter()
+    losses, offsets, begin = [], [], time.perf_counter()
     step = step_of(recipe, attention, mesh)
     progress(f"{attention}: compiling")
     for count in range(recipe.steps):
         batch = next(batches)
         state, loss = step(state, spread(batch, mesh))
         losses.append(loss)
+        offsets.append(batch["offsets"])
         if count == 0:
             loss.block_until_ready()
             compiled, busy = time.perf_counter(), time.process_time()
             continue
-        # Waiting for the loss of the step before leaves the devices with one to do.
+        # Waiting for the loss of the step before leaves the devices with one to do, which does not count yet.
         last = float(losses[-2])
-        flops += flops_of(recipe, batch["offsets"])
-        rate = count * recipe.rows * recipe.length / (time.perf_counter() - compiled)
+        rate = (count - 1) * recipe.rows * recipe.length / (time.perf_counter() - compiled)
         progress(f"{attention}: step {count + 1} of {recipe.steps}, {last:.2f} nats a token, {rate:,.0f} tokens/s")
     losses = [round(float(loss), 5) for loss in losses]
     seconds, busy = time.perf_counter() - compiled, time.process_time() - busy
     print()
+    timed = recipe.steps - 1
+    flops = flops_of(recipe, np.concatenate(offsets)) * timed / recipe.steps
     chip = identify(mesh.devices.flat[0].device_kind)
     peak = chip and chip.flops(recipe.model.dtype)
     return state[0], {
         "losses": losses,
         "compile_seconds": compiled - begin,
-        "seconds": seconds,  # of all steps but the first
+        "seconds": seconds,  # without the first step, and so what follows
         "cpu_seconds": busy,  # of all cores; on a CPU that others use too, this is what can be compared
-        "tokens_per_second": (recipe.steps - 1) * recipe.rows * recipe.length / seconds,
+        "tokens_per_second": timed * recipe.rows * recipe.length / seconds,
         "model_flops_per_second": flops / seconds,
         "model_flops_utilisation": flops / seconds / (peak * mesh.size) if peak else None,
     }

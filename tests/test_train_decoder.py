@@ -2,8 +2,10 @@
 
 import functools
 import json
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,10 @@ import pytest
 import train_decoder as example
 from lanes import some
 from small_decoder import Model
+from test_mosaic import compiled, needs_plugin
 
 from ejkernel import target
+from ejkernel.callib.chips import CHIPS
 
 slow = pytest.mark.slow
 TINY = example.Recipe(Model(40, 16, 4, 4, 2, 4, 24), 8, 4, 96, 4, 1e-2, "docstrings", 40)
@@ -36,12 +40,12 @@ def weights():
     return example.initial_weights(TINY.model, jax.random.key(0))
 
 
-def loss_and_gradients(weights, batch, attention="ejkernel", devices=1, ring=1):
+def loss_and_gradients(weights, batch, attention="ejkernel", devices=1, ring=1, of=jax.value_and_grad):
     mesh = example.mesh_of(jax.devices()[:devices], ring)
 
     @jax.jit
     def run(weights, batch):
-        return jax.value_and_grad(example.loss_of)(weights, TINY, batch, example.attention_of(attention, batch, mesh))
+        return of(example.loss_of)(weights, TINY, batch, example.attention_of(attention, batch, mesh))
 
     return run(weights, example.spread(batch, mesh))
 
@@ -62,11 +66,16 @@ def expected(documents, weights):
 
 @pytest.mark.parametrize(
     ("devices", "ring"),
-    [(1, 1), (4, 1), (2, 2), pytest.param(4, 4, marks=slow), pytest.param(4, 2, marks=slow)],
+    [(1, 1), (4, 1), *(pytest.param(*sizes, marks=slow) for sizes in [(2, 2), (4, 4), (4, 2)])],
     ids=["one device", "four devices", "ring of 2", "ring of 4", "two rings of 2"],
 )
 def test_loss_and_gradients_are_those_of_jax_nn(weights, batch, expected, devices, ring):
     assert_close(loss_and_gradients(weights, batch, devices=devices, ring=ring), expected)
+
+
+@pytest.mark.parametrize("ring", some([2, 4], 2))
+def test_a_ring_has_the_same_loss(weights, batch, expected, ring):
+    assert_close(loss_and_gradients(weights, batch, devices=ring, ring=ring, of=lambda f: f), expected[0])
 
 
 @slow
@@ -85,7 +94,7 @@ def test_training_is_the_same_with_jax_nn_and_over_devices(documents):
 def test_a_document_does_not_see_the_others(weights, batch, attention):
     @jax.jit
     def logits(tokens):
-        attend = example.attention_of(attention, batch)
+        attend = example.attention_of(attention, batch, example.mesh_of(jax.devices()[:1], 1))
         return example.forward(TINY, weights, {**batch, "tokens": tokens}, attend)
 
     row = batch["document"][0]
@@ -162,6 +171,32 @@ def test_the_large_model_lowers_for_an_h200():
         lowered = step.trace(state, batch).lower(lowering_platforms=("cuda",))
     assert lowered.out_info[1].shape == ()
     assert lowered.as_text().count("custom_call @mosaic_gpu") >= 4
+
+
+COMPILED = """
+import sys
+import jax
+from jax.experimental import topologies
+sys.path[:0] = {folders!r}
+from test_mosaic import HOPPER
+from test_train_decoder import abstract_step, example
+import ejkernel
+topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=HOPPER, topology="1x1x2")
+step, state, batch = abstract_step(example.RECIPES["350m"], topology.devices[:1])
+with ejkernel.target("nvidia-h200"):
+    compiled = step.lower(state, batch).compile()
+memory = compiled.memory_analysis()
+print("BYTES", memory.temp_size_in_bytes + memory.argument_size_in_bytes)
+"""
+
+
+@needs_plugin
+@pytest.mark.compiled
+@slow
+def test_the_large_model_compiles_for_hopper_and_fits_an_h200(tmp_path):
+    folders = [str(Path(module.__file__).parent) for module in (sys.modules[__name__], example)]
+    printed = compiled(COMPILED.format(folders=folders), tmp_path)
+    assert int(re.search(r"BYTES (\d+)", printed)[1]) < CHIPS["nvidia-h200"].memory_bytes * 0.75  # what JAX takes of it
 
 
 def test_the_large_model_is_as_large_as_it_says():
