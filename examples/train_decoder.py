@@ -1,6 +1,6 @@
 """Training a small decoder with ejkernel's attention: packed documents, windows, several devices.
 
-Trains on the docstrings of Python's standard library, in about two minutes on two cores, prints what the model writes, and
+Trains on the docstrings of Python's standard library, in some two minutes of two cores, prints what the model writes, and
 draws the loss. More than one attention: the same run with each of them.
 
     python examples/train_decoder.py --attention ejkernel jax.nn --out lab-figures
@@ -300,7 +300,7 @@ def drawn(runs, recipe, path):
     """Loss over steps, a line for each attention."""
     plt = need("matplotlib.pyplot", "the plot of the loss")
     figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    looks = {"ejkernel": ("#c2410c", "-", 1.6), "jax.nn": ("#1e293b", "--", 1), "tokamax": ("#84a59d", ":", 1.6)}
+    looks = {"ejkernel": ("#f5b08a", "-", 3), "jax.nn": ("#1e293b", "--", 1), "tokamax": ("#84a59d", ":", 1.6)}
     for name, run in runs.items():
         color, style, width = looks[name]
         axis.plot(range(1, recipe.steps + 1), run["losses"], style, color=color, linewidth=width, label=name)
@@ -342,6 +342,10 @@ def main():
     if options.ring > 1 and options.attention != ["ejkernel"]:
         raise SystemExit("--ring is ejkernel's alone: leave out --attention")
     mesh = mesh_of(jax.local_devices(), options.ring)
+    if recipe.rows % mesh.shape["data"]:
+        raise SystemExit(
+            f"{recipe.rows} rows do not divide over {mesh.shape['data']} devices: give a row more with --ring"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     texts = getattr(packed_text, recipe.documents)()
     tokenizer = packed_text.Tokenizer(texts, recipe.tokens)

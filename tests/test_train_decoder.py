@@ -205,7 +205,7 @@ def test_the_large_model_is_as_large_as_it_says():
 
 
 @slow
-def test_the_command(monkeypatch, tmp_path, capsys):
+def test_the_command(monkeypatch, tmp_path):
     """What it writes, with a library that fails."""
 
     def missing(*arrays, **options):
@@ -217,6 +217,9 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(example, "PROMPTS", ("Return ", "The "))
     arguments = ["train_decoder.py", "--attention", "ejkernel", "tokamax", "--steps", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="4 rows do not divide over 8 devices"):
+        example.main()
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:2])
     assert example.main() == 1
     result = json.loads((tmp_path / "train_decoder.json").read_text())
     assert len(result["runs"]["ejkernel"]["losses"]) == 2
