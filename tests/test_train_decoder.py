@@ -212,14 +212,15 @@ def test_the_command(monkeypatch, tmp_path):
         raise ImportError("not here")
 
     monkeypatch.setattr(example, "tokamax", missing)
-    monkeypatch.setitem(example.RECIPES, "small", replace(TINY, model=replace(TINY.model, vocabulary=300), tokens=300))
+    small = replace(TINY, model=replace(TINY.model, vocabulary=300), tokens=300)
+    monkeypatch.setitem(example.RECIPES, "small", small)
     monkeypatch.setattr(packed_text, "docstrings", lambda: packed_text.sources()[:3])
     monkeypatch.setattr(example, "PROMPTS", ("Return ", "The "))
     arguments = ["train_decoder.py", "--attention", "ejkernel", "tokamax", "--steps", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="4 rows do not divide over 8 devices"):
         example.main()
-    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:2])
+    monkeypatch.setitem(example.RECIPES, "small", replace(small, rows=8))
     assert example.main() == 1
     result = json.loads((tmp_path / "train_decoder.json").read_text())
     assert len(result["runs"]["ejkernel"]["losses"]) == 2
