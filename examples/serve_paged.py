@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from small_decoder import Model, embedded, layer, logits_of, progress, weights_of
 
 from ejkernel import flash_attention, page_attention, page_update
 from ejkernel.lab.extras import need
@@ -31,46 +32,7 @@ from ejkernel.lab.extras import need
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True)
-class Model:
-    """The sizes of a decoder; hashable, so that it can be static."""
-
-    vocabulary: int = 256
-    width: int = 192
-    layers: int = 3
-    heads: int = 6
-    kv_heads: int = 2
-    head_dim: int = 32
-    hidden: int = 512
-    dtype: str = "float32"
-
-
 LLAMA = Model(128256, 4096, 32, 32, 8, 128, 14336, "bfloat16")
-
-
-def weights_of(model, key):
-    """Random weights, those of each layer apart: a loop over stacked ones would copy them on a GPU."""
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    shapes = {
-        "query": (model.width, q),
-        "key": (model.width, kv),
-        "value": (model.width, kv),
-        "out": (q, model.width),
-        "gate": (model.width, model.hidden),
-        "up": (model.width, model.hidden),
-        "down": (model.hidden, model.width),
-    }
-    keys = iter(jax.random.split(key, model.layers * len(shapes) + 1))
-
-    def normal(shape, fan_in):
-        return (jax.random.normal(next(keys), shape) * fan_in**-0.5).astype(model.dtype)
-
-    def layer():
-        norms = {name: jnp.ones(model.width, model.dtype) for name in ("norm", "norm_hidden")}
-        return norms | {name: normal(shape, shape[0]) for name, shape in shapes.items()}
-
-    layers = [layer() for _ in range(model.layers)]
-    return {"embedding": normal((model.vocabulary, model.width), model.width), "layers": layers}
 
 
 def empty_caches(model, pages, page):
@@ -79,32 +41,14 @@ def empty_caches(model, pages, page):
     return [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(model.layers)]
 
 
-def normed(x, scale):
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
-
-
-def rotated(x, positions):
-    """Rotary embedding of ``[…, tokens, heads, dim]`` at positions ``[…, tokens]``."""
-    half = x.shape[-1] // 2
-    angles = positions[..., None, None] * 10000.0 ** (-jnp.arange(half) / half)
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
 def decoder(model, weights, tokens, positions, attend, caches=None):
     """Logits of tokens ``[…, T]``. ``attend(q, k, v, cache)`` gives the attention's output and the layer's cache."""
-    x, updated = weights["embedding"][tokens], []
+    x, updated = embedded(model, weights, tokens), []
+    # A loop over layers, not a scan: stacked weights would be copied on a GPU.
     for own, cache in zip(weights["layers"], caches or [None] * model.layers, strict=True):
-        y = normed(x, own["norm"])
-        q, k, v = ((y @ own[name]).reshape(*y.shape[:-1], -1, model.head_dim) for name in ("query", "key", "value"))
-        mixed, cache = attend(rotated(q, positions), rotated(k, positions), v, cache)
-        x = x + mixed.reshape(*x.shape[:-1], -1) @ own["out"]
-        y = normed(x, own["norm_hidden"])
-        x = x + (jax.nn.silu(y @ own["gate"]) * (y @ own["up"])) @ own["down"]
+        x, cache = layer(model, own, x, positions, functools.partial(attend, cache=cache))
         updated.append(cache)
-    return (normed(x, 1.0) @ weights["embedding"].T).astype(jnp.float32), updated
+    return logits_of(weights, x), updated
 
 
 def dense(q, k, v, cache):
@@ -335,11 +279,6 @@ def drawn(history, path, slots):
     for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
-
-
-def progress(line):
-    """One line that is written over."""
-    print(f"\r{line:78s}", end="", flush=True)
 
 
 # A large stack

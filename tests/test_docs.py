@@ -144,6 +144,11 @@ def test_pages_about_other_packages(block):
     exec(block, {})
 
 
+def test_training_page():
+    (block,) = python_blocks(ROOT / "docs" / "training.md")
+    exec(block, {})
+
+
 def test_readme():
     scope, output = {}, io.StringIO()
     text = (ROOT / "README.md").read_text()

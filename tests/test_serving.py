@@ -1,27 +1,14 @@
 """examples/serve_paged.py: what a served batch says is what recomputing each text says, and pages are accounted for."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+import serve_paged as example
 
-PATH = Path(__file__).resolve().parents[1] / "examples" / "serve_paged.py"
 SMALL = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 48}
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("serve_paged", PATH)
-    module = sys.modules["serve_paged"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["serve_paged"]
-
-
-def requests_of(example, rng):
+def requests_of(rng):
     made = []
     for index in range(7):
         prompt = rng.integers(0, 256, int(rng.integers(1, 40))).tolist()
@@ -29,12 +16,12 @@ def requests_of(example, rng):
     return made
 
 
-def test_tokens_equal_recomputation(example, capsys):
+def test_tokens_equal_recomputation():
     model = example.Model(**SMALL)
     weights = example.weights_of(model, jax.random.key(0))
     # Fewer pages than all requests need at once, a budget smaller than a prompt.
     server = example.Server(model, weights, slots=3, budget=16, page=4, longest=52, pages=30)
-    requests = requests_of(example, np.random.default_rng(0))
+    requests = requests_of(np.random.default_rng(0))
     owned = []
     step = server.step
 
@@ -59,7 +46,7 @@ def test_tokens_equal_recomputation(example, capsys):
         example.check(model, weights, requests)
 
 
-def test_the_large_stack_runs(example, monkeypatch):
+def test_the_large_stack_runs(monkeypatch):
     monkeypatch.setattr(example, "LLAMA", example.Model(**SMALL, vocabulary=300))
     result = example.llama(layers=2, batch=3, context=40, steps=1, page=16)
     assert result["tokens_per_second"] > 0

@@ -53,7 +53,7 @@ def test_the_metadata_lead_to_the_extras_and_the_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
         (commands,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/entry_points.txt"))
-    for extra in ("gpu", "tpu", "lab", "torch", "flax", "equinox", "test"):
+    for extra in ("gpu", "tpu", "lab", "docs", "examples", "torch", "flax", "equinox", "test"):
         assert f"Provides-Extra: {extra}\n" in metadata
     assert "ejkernel = ejkernel.lab.cli:main" in commands
 

@@ -12,6 +12,7 @@ _EXTRA_OF = {
     "transformers": "torch",
     "triton": "gpu",
     "jax_triton": "gpu",
+    "optax": "examples",
 }  # all others are in the extra "lab"
 
 
