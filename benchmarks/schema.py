@@ -27,7 +27,7 @@ OURS = "ejkernel"
 UNITS = {
     "ms": "ms", "us": "µs", "microseconds": "µs", "s": "s", "seconds": "s", "ns": "ns",
     "mib": "MiB", "mem_gb": "GB", "gb": "GB",
-    "tflops": "TFLOP/s", "teraflops_per_second": "TFLOP/s", "flops_per_s": "FLOP/s",
+    "tflops": "TFLOP/s", "teraflops_per_second": "TFLOP/s", "flops_per_s": "FLOP/s", "flops_per_second": "FLOP/s",
     "terabytes_per_second": "TB/s", "gb_per_s": "GB/s", "bytes_per_s": "B/s", "tokens_per_second": "tokens/s",
     "ratio": "×",
 }  # fmt: skip
@@ -47,6 +47,7 @@ OTHERS = {
     "roof": ("roof", "tokens/s"),
     "difference": ("largest difference", ABSOLUTE),
     "largest_error": ("largest difference", ABSOLUTE),
+    "model_flops_utilisation": ("share of the chip's peak", "×"),
 }
 # What a figure may be of, in records without an implementation.
 QUANTITIES = {"forward", "backward", "both", "temporary", "compile", "overhead", "weights"}
@@ -57,10 +58,12 @@ CALL = {
     "causal": {True: "causal", False: "full"}, "size": "{0} × {0}", "layers": "{} layers", "batch": "batch {}",
     "context": "context {}", "density": None,
 }  # fmt: skip
-# Whether reruns are the same bits, and which implementation an unpinned call ran: no figures.
-REMARKS = ("repeats", "ran")
+# No figures: whether reruns are the same bits, which implementation an unpinned call ran; of a training, the loss of each step and
+# what the model wrote.
+REMARKS = ("repeats", "ran", "losses", "samples")
 ABOUT = (
     "title", "command", "how", "runtime", "sizes", "dtype", "heads", "kv_heads", "head_dim", "batch", "causal",
+    "note", "mesh", "load_average", "parameters",
 )  # fmt: skip
 HEAD = ("script", "device", "machine", "python", "versions", "date")
 
@@ -117,8 +120,13 @@ def normalised(name, content):
     for part, value in content.items():
         if part in HEAD or part in ABOUT:
             continue
+        if part in ("failed", "recipe"):
+            continue  # of a training: libraries that are not there, and the sizes of the model
         if isinstance(value, dict) and "how" in value:
             logs[part] = value["how"]
+        elif part == "runs":  # one object an implementation
+            for own, record in value.items():
+                rows += record_rows(part, {"implementation": own, **record})
         elif isinstance(value, list):
             for record in value:
                 rows += record_rows(part, record)

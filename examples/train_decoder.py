@@ -319,6 +319,7 @@ def about(recipe, mesh):
             versions[package] = importlib.metadata.version(package)
     weights = jax.eval_shape(functools.partial(initial_weights, recipe.model), jax.random.key(0))
     return {
+        "script": "examples/train_decoder.py",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
         "device": mesh.devices.flat[0].device_kind,
