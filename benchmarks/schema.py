@@ -65,6 +65,8 @@ ABOUT = (
     "title", "command", "how", "runtime", "sizes", "dtype", "heads", "kv_heads", "head_dim", "batch", "causal",
     "note", "mesh", "load_average", "parameters",
 )  # fmt: skip
+# Of a training: libraries that are not there, and the sizes of the model.
+PLAIN = ("failed", "recipe")
 HEAD = ("script", "device", "machine", "python", "versions", "date")
 
 
@@ -120,8 +122,8 @@ def normalised(name, content):
     for part, value in content.items():
         if part in HEAD or part in ABOUT:
             continue
-        if part in ("failed", "recipe"):
-            continue  # of a training: libraries that are not there, and the sizes of the model
+        if part in PLAIN:
+            continue
         if isinstance(value, dict) and "how" in value:
             logs[part] = value["how"]
         elif part == "runs":  # one object an implementation
