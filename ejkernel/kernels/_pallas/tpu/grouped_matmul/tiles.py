@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
-from ejkernel.callib.chips import CHIPS
+from ejkernel.callib.chips import CHIPS, MIB
 from ejkernel.callib.integers import power_of_two_below
 from ejkernel.kernels._pallas.tpu.generations import LANES, Generation
 
@@ -15,7 +15,8 @@ from ejkernel.kernels._pallas.tpu.generations import LANES, Generation
 # generations lie within 10 % of this.
 START, STEP = 350, 110
 # Straight code of more cycles than this takes libtpu long to schedule. A group's sum is compiled four times.
-LONGEST, LONGEST_SUM = 1 << 14, 1 << 13
+LONGEST, LONGEST_SUM = 1 << 14, 9000
+SPILLED = MIB  # registers that the compiler keeps in vector memory, at most
 SMALLEST_ROWS = 16  # of bfloat16 in a register
 TWO_CORES = ("tpu-v4", "tpu-v5p")  # that share a kernel's grid
 
@@ -116,7 +117,7 @@ class Rows(Shape):
         blocks = m * k * self.x_bytes + k * n * self.y_bytes + m * n * self.out_bytes
         summed = m * n * 4 if k < self.k else 0
         split = 0 if self.passes == 1 else 6 * (strip * k + k * n)
-        return 2 * blocks + summed + strip * n * 4 + split
+        return 2 * blocks + summed + 2 * strip * n * 4 + split + SPILLED
 
     def seconds(self, tiles: Tiles, generation: Generation) -> float:
         """See the base class."""
@@ -163,7 +164,7 @@ class Sums(Shape):
         m, k, n = tiles.m, tiles.k, tiles.n
         blocks = m * (k * self.x_bytes + n * self.y_bytes) + k * n * self.out_bytes
         split = m * (k * self.x_bytes + n * self.y_bytes) if self.passes == 1 else 8 * m * (k + n)
-        return 2 * blocks + 2 * 4 * k * n + split
+        return 2 * blocks + 2 * 4 * k * n + split + SPILLED
 
     def seconds(self, tiles: Tiles, generation: Generation) -> float:
         """See the base class."""
