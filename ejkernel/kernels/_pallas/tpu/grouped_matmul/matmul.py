@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
@@ -73,7 +73,7 @@ class TpuGroupedMatmul:
 
     name = "grouped-matmul-tpu"
     version = 1
-    reads = {"forward": READS, "backward": READS}
+    reads: ClassVar = {"forward": READS, "backward": READS}
 
     def forward(self, arrays, spec, params, *, device=None, interpret: Any = False):
         """``out`` and nothing else."""

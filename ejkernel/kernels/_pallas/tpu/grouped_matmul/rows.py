@@ -107,15 +107,15 @@ def multiply(
         """Steps without a matrix keep the last part that was copied, or have the first."""
         return jnp.where(group - 1 < loads[0], 0, jnp.where(group - 1 > loads[1], parts - 1, part))
 
-    def x_block(n, l, s, part, tile, group, bounds, loads):
-        return l, jnp.clip(tile[s], loads[2], loads[3]), part_of(part, group[s], loads)
+    def x_block(n, i, s, part, tile, group, bounds, loads):
+        return i, jnp.clip(tile[s], loads[2], loads[3]), part_of(part, group[s], loads)
 
-    def matrix_block(n, l, s, part, tile, group, bounds, loads):
+    def matrix_block(n, i, s, part, tile, group, bounds, loads):
         part = part_of(part, group[s], loads)
-        return l + jnp.clip(group[s] - 1, loads[0], loads[1]), *((n, part) if transposed else (part, n))
+        return i + jnp.clip(group[s] - 1, loads[0], loads[1]), *((n, part) if transposed else (part, n))
 
-    def out_block(n, l, s, part, tile, group, bounds, loads):
-        return l, tile[s], n
+    def out_block(n, i, s, part, tile, group, bounds, loads):
+        return i, tile[s], n
 
     item = jnp.dtype(dtype).itemsize
     return launch(

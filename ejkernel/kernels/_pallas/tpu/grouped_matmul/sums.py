@@ -70,14 +70,14 @@ def sum_groups(
         def _():
             out[...] = jnp.zeros_like(out)
 
-    def x_block(k, n, l, s, tile, group, bounds, loads):
-        return l, tile[s], k
+    def x_block(k, n, i, s, tile, group, bounds, loads):
+        return i, tile[s], k
 
-    def y_block(k, n, l, s, tile, group, bounds, loads):
-        return l, tile[s], n
+    def y_block(k, n, i, s, tile, group, bounds, loads):
+        return i, tile[s], n
 
-    def out_block(k, n, l, s, tile, group, bounds, loads):
-        return l + group[s], k, n
+    def out_block(k, n, i, s, tile, group, bounds, loads):
+        return i + group[s], k, n
 
     item = jnp.dtype(dtype).itemsize
     return launch(

@@ -23,7 +23,8 @@ TWO_CORES = ("tpu-v4", "tpu-v5p")  # that share a kernel's grid
 
 def _whole_or(size: int, tile: int) -> int:
     """The axis in one tile, or in multiples of a register's lanes."""
-    return size if tile >= size else max(LANES, tile // LANES * LANES)
+    tile = tile if tile >= size else max(LANES, tile // LANES * LANES)
+    return min(tile, size)
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Shape(ABC):
 
     def fit(self, tiles: Tiles, generation: Generation) -> Tiles:
         """Tiles that the hardware takes and that fit into memory."""
-        rows = max(SMALLEST_ROWS, power_of_two_below(tiles.m))
-        rows = self.m if self.m <= min(rows, LANES) else min(rows, power_of_two_below(self.m))
+        rows = max(SMALLEST_ROWS, power_of_two_below(min(tiles.m, self.m)))
+        if rows >= self.m or self.m <= min(tiles.m, LANES):
+            rows = self.m
         tiles = Tiles(rows, _whole_or(self.k, tiles.k), _whole_or(self.n, tiles.n))
         while self.vmem(tiles, generation) > generation.vmem_bytes:
             less = self.smaller(tiles)
