@@ -24,6 +24,7 @@ class _Call:
     def __init__(self, shapes: dict[str, Any], spec: Any) -> None:
         a, b = shapes["a"], shapes["b"]
         ragged = "bounds" in shapes
+        self.transposed = spec.transpose_b
         self.lead = 1 if ragged else a.shape[0] * a.shape[1]
         self.groups = b.shape[1] if ragged else 1
         self.m, self.k = a.shape[-2:]
@@ -35,12 +36,12 @@ class _Call:
     def product(self) -> Rows:
         own, result = self.dtype.itemsize, self.result.itemsize
         count = passes(self.dtype, self.dtype, self.dtype)
-        return Rows(self.lead, self.groups, self.m, self.k, self.n, own, own, result, count)
+        return Rows(self.lead, self.groups, self.m, self.k, self.n, own, own, result, count, self.transposed)
 
     def gradient_a(self) -> Rows:
         own, result = self.dtype.itemsize, self.result.itemsize
         count = passes(self.result, self.dtype, self.dtype)
-        return Rows(self.lead, self.groups, self.m, self.n, self.k, result, own, own, count)
+        return Rows(self.lead, self.groups, self.m, self.n, self.k, result, own, own, count, not self.transposed)
 
     def gradient_b(self) -> Sums:
         own, result = self.dtype.itemsize, self.result.itemsize
@@ -87,7 +88,6 @@ class TpuGroupedMatmul:
             bounds,
             call.product(),
             call.product().fit(_tiles(params), generation),
-            transposed=spec.transpose_b,
             operands=call.dtype,
             dtype=call.result,
             name="grouped_matmul",
@@ -122,8 +122,8 @@ class TpuGroupedMatmul:
         grads = {}
         if "a" in wanted:
             shape, name = call.gradient_a(), "grouped_matmul_gradient_a"
-            tiles_a, transposed = call.tiles_a(tiles, generation), not spec.transpose_b
-            grad = multiply(dout, matrices, bounds, shape, tiles_a, transposed=transposed, name=name, **common)
+            tiles_a = call.tiles_a(tiles, generation)
+            grad = multiply(dout, matrices, bounds, shape, tiles_a, name=name, **common)
             grads["a"] = grad.reshape(arrays["a"].shape)
         if "b" in wanted:
             if spec.transpose_b:

@@ -24,7 +24,6 @@ def multiply(
     shape: Rows,
     tiles: Tiles,
     *,
-    transposed: bool,
     operands: Any,
     dtype: Any,
     name: str,
@@ -41,7 +40,8 @@ def multiply(
     multiplied in each group's step, in strips of few rows, of which only those with rows of the group count.
     """
     lead, rows, inner = x.shape
-    columns = matrices.shape[1 if transposed else 2]
+    columns = shape.n
+    transposed = shape.transposed
     groups = 1 if bounds is None else bounds.shape[0] - 1
     steps = even(rows, tiles.m, 1) if bounds is None else by_tile(bounds, rows, tiles.m)
     parts = -(-inner // tiles.k)

@@ -96,15 +96,20 @@ class Shape(ABC):
         return first / generation.hbm + rounds * max(cycles / generation.clock, moved / generation.hbm)
 
 
+@dataclass(frozen=True)
 class Rows(Shape):
-    """``[lead, m, n]``, contracted over ``k``."""
+    """``[lead, m, n]``, contracted over ``k``; ``transposed``: the matrices are ``[n, k]``."""
+
+    transposed: bool = False
 
     def strips(self, tiles: Tiles, generation: Generation) -> tuple[int, int]:
         """How many rows are multiplied at once in a tile of one group, and in a tile of several.
 
-        Fewer than the second take a matrix unit no less time: it is loading its weights meanwhile.
+        Fewer than the second take a matrix unit no less time: it is loading its weights meanwhile. Where it is 256 wide,
+        transposed weights take it twice as long.
         """
-        fewest = min(tiles.m, generation.mxu // 2)
+        slow = self.transposed and generation.mxu == 256
+        fewest = min(tiles.m, generation.mxu if slow else generation.mxu // 2)
         if tiles.m % fewest:
             return tiles.m, tiles.m
         strip = tiles.m
