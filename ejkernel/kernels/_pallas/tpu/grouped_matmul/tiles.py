@@ -11,11 +11,9 @@ from ejkernel.callib.chips import CHIPS, MIB
 from ejkernel.callib.integers import power_of_two_below
 from ejkernel.kernels._pallas.tpu.generations import LANES, Generation
 
-# What a product costs beside its multiplications, and a step beside its products, in cycles; 60 counted schedules of all
-# generations lie within 10 % of this.
-START, STEP = 350, 110
+STEP = 110  # cycles that a step of the grid costs beside its product
 # Straight code of more cycles than this takes libtpu long to schedule. A group's sum is compiled four times.
-LONGEST, LONGEST_SUM = 1 << 14, 9000
+LONGEST, LONGEST_SUM = 16900, 9000
 SPILLED = MIB  # registers that the compiler keeps in vector memory, at most
 SMALLEST_ROWS = 16  # of bfloat16 in a register
 TWO_CORES = ("tpu-v4", "tpu-v5p")  # that share a kernel's grid
@@ -60,6 +58,10 @@ class Shape(ABC):
         """Bytes of vector memory: blocks twice, since the next ones are copied meanwhile, and what the product takes."""
 
     @abstractmethod
+    def overhead(self, tiles: Tiles) -> int:
+        """Cycles of a product beside its multiplications, as counted: within 300 of 30 schedules of all generations."""
+
+    @abstractmethod
     def seconds(self, tiles: Tiles, generation: Generation) -> float:
         """Predicted, for groups of one size."""
 
@@ -88,7 +90,7 @@ class Shape(ABC):
         """Of a product over so many of a tile's rows."""
         chip = CHIPS[generation.name]
         rate = chip.flops("bfloat16") / chip.sm_count / generation.clock / 2
-        return max(rows, fewest) * tiles.k * tiles.n * self.passes / rate + START
+        return max(rows, fewest) * tiles.k * tiles.n * self.passes / rate + self.overhead(tiles)
 
     def slower_of(self, cycles: float, moved: float, units: int, first: int, generation: Generation) -> float:
         """``units`` times the longer of computing and copying, after the copy of the first blocks."""
@@ -116,6 +118,10 @@ class Rows(Shape):
         while strip > fewest and self.cycles(strip, fewest, tiles, generation) > LONGEST:
             strip //= 2
         return strip, fewest
+
+    def overhead(self, tiles: Tiles) -> int:
+        """See the base class."""
+        return 100 + tiles.n // 4
 
     def vmem(self, tiles: Tiles, generation: Generation) -> int:
         """See the base class."""
@@ -165,6 +171,10 @@ class Rows(Shape):
 
 class Sums(Shape):
     """``[groups of all leads, k, n]``, contracted over the rows of each group in ``x`` and in ``y [lead, m, n]``."""
+
+    def overhead(self, tiles: Tiles) -> int:
+        """See the base class."""
+        return 350
 
     def vmem(self, tiles: Tiles, generation: Generation) -> int:
         """See the base class."""
