@@ -169,7 +169,16 @@ def test_sums_in_float64_are_refused(x64):
         explained = explain("grouped_matmul", a, b, jnp.asarray([4]), preferred_element_type="float64")
         assert explained.chosen.platform.value == "xla"
         assert "a result in float64 of float32 is not supported" in str(explained)
-        assert explain("grouped_matmul", a, b, jnp.asarray([4])).chosen.platform.value == "pallas"
+
+
+def test_what_is_left_to_xla():
+    """The batched form, unless the kernel is asked for by name."""
+    a, b = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 8, 5))
+    with target("tpu-v6e"):
+        assert explain("grouped_matmul", a, b).chosen.platform.value == "xla"
+        assert explain("grouped_matmul", a, b, platform="pallas").chosen.platform.value == "pallas"
+        ragged = explain("grouped_matmul", a[0, 0], b[0], jnp.asarray([1, 2, 1]), gradients=True)
+        assert ragged.chosen.platform.value == ragged.backward.chosen.platform.value == "pallas"
 
 
 _COMPILE = """
@@ -189,6 +198,8 @@ for topology, dtype, result, m, k, n, groups, transpose, batched in json.loads(s
     b = abstract(*lead, *(() if batched else (groups,)), *((n, k) if transpose else (k, n)))
     sizes = None if batched else abstract(groups, dtype="int32")
     options = {"transpose_b": transpose, "preferred_element_type": result}
+    if batched:
+        options["platform"] = "pallas"
 
     def forward(a, b, sizes):
         return grouped_matmul(a, b, sizes, **options)

@@ -12,7 +12,7 @@ from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.kernels._pallas.tpu.generations import Generation, generation_of
 from ejkernel.kernels._pallas.tpu.grouped_matmul.product import passes
 from ejkernel.kernels._pallas.tpu.grouped_matmul.tiles import Rows, Sums, Tiles
-from ejkernel.kernels._pallas.tpu.registering import register
+from ejkernel.kernels._pallas.tpu.registering import PRIORITY, register
 
 READS = ("blocksize_m", "blocksize_k", "blocksize_n")
 CANDIDATES = 8  # of tiles that a tuner times
@@ -135,6 +135,11 @@ class TpuGroupedMatmul:
     def defaults(self, shapes, spec, device: DeviceInfo, direction: str):
         """The tiles that are predicted to be the fastest."""
         return self.space(shapes, spec, device, direction)[0]
+
+    @staticmethod
+    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+        """The batched form is left to XLA: its own product keeps the matrix units as busy, and takes what follows into it."""
+        return 0 if "bounds" in shapes else PRIORITY + 1
 
     def space(self, shapes, spec, device: DeviceInfo, direction: str):
         """Those predicted to be nearly so."""
