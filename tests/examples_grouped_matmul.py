@@ -37,6 +37,10 @@ def ragged(m, k, n, sizes, *, transpose_b=False, held=None, **more):
     return make
 
 
+# Those that interpreters run in ``make test``: of the rest each costs them seconds.
+IN_SHORT_LANE = ("batched", "ragged_odd")
+
+
 def example(name, make, features=(), batch=None, **statics):
     return Example(
         operation="grouped_matmul",
@@ -47,6 +51,7 @@ def example(name, make, features=(), batch=None, **statics):
         differentiable=("a", "b"),
         features=frozenset(features),
         batch=batch or {},
+        slow_interpreted=name not in IN_SHORT_LANE,
     )
 
 

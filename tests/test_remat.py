@@ -70,6 +70,8 @@ def test_layers_under_scan(subject):
 
 @each_example(main=True, differentiates=True)
 def test_every_operation(subject, example):
+    if subject.in_pallas_interpreter:
+        pytest.skip("jax.checkpoint refuses the effects of Pallas' interpreters")
     arrays = example.arrays(subject.dtype)
 
     def loss(floats):

@@ -38,7 +38,10 @@ BUILTIN = {
             "ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention",
         ),
     ),
-    "grouped_matmul": ("ejkernel.ops.grouped_matmul", ("ejkernel.kernels._xla.grouped_matmul",)),
+    "grouped_matmul": (
+        "ejkernel.ops.grouped_matmul",
+        ("ejkernel.kernels._xla.grouped_matmul", "ejkernel.kernels._pallas.tpu.grouped_matmul.matmul"),
+    ),
     "mean_pooling": ("ejkernel.ops.mean_pooling", ("ejkernel.kernels._xla.mean_pooling",)),
     "page_attention": (
         "ejkernel.ops.page_attention",

@@ -91,6 +91,7 @@ class GroupedMatmul(Operation):
         "group_offset": "some of the groups alone (group_offset)",
         "transpose_b": "transposed matrices in b",
         "preferred_element_type": "a result of another dtype than the operands",
+        "float64_result": "a result in float64 of narrower operands",
     }
     gradients = ("a", "b")
 
@@ -108,6 +109,7 @@ class GroupedMatmul(Operation):
             "group_offset": (a["group_offset"] is not None, "group_offset"),
             "transpose_b": (transpose, "transpose_b"),
             "preferred_element_type": (spec.dtype != dtype, f"a result in {spec.dtype} of {dtype}"),
+            "float64_result": (spec.dtype == jnp.float64 != dtype, f"a result in float64 of {dtype}"),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
         batch, groups = (1, a["b"].shape[0]) if ragged else a["b"].shape[:2]
@@ -126,7 +128,7 @@ class GroupedMatmul(Operation):
                 ("batch_len", power_of_two(batch)),
                 ("groups_len", power_of_two(groups)),
                 ("m_len", power_of_two(rows)),
-                ("features", " ".join(sorted(features.keys() - {"preferred_element_type"}))),
+                ("features", " ".join(sorted(features.keys() - {"preferred_element_type", "float64_result"}))),
             ),
         )
 

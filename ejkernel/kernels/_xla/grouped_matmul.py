@@ -293,7 +293,7 @@ kernel_registry.register(
     support=Support(
         devices=any_device(),
         dtypes=ALL_FLOATS,
-        features={"ragged", "group_offset", "transpose_b", "preferred_element_type"},
+        features={"ragged", "group_offset", "transpose_b", "preferred_element_type", "float64_result"},
         gradients={"a", "b"},
     ),
 )(XlaGroupedMatmul)

@@ -11,8 +11,8 @@ import jax
 from ejkernel.contracts.device import DeviceInfo
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "jax.experimental.pallas": ("CostEstimate", "pallas_call"),
-    "jax.experimental.pallas.tpu": ("CompilerParams",),
+    "jax.experimental.pallas": ("BlockSpec", "CostEstimate", "ds", "multiple_of", "pallas_call", "program_id", "when"),
+    "jax.experimental.pallas.tpu": ("CompilerParams", "PrefetchScalarGridSpec", "VMEM"),
 }
 
 

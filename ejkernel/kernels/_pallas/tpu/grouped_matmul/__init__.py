@@ -1,0 +1,1 @@
+"""Grouped matrix products on TPUs."""
