@@ -27,6 +27,7 @@ def launch(
     transcendentals: int,
     bytes_accessed: int,
     aliases: dict[int, int] | None = None,
+    bounds_checks: bool = True,
     interpret: Any = False,
 ) -> Any:
     """The results of a kernel, varying over mesh axes as its arrays do.
@@ -35,6 +36,8 @@ def launch(
         semantics: ``"parallel"`` or ``"arbitrary"`` for each axis of the grid.
         flops, transcendentals, bytes_accessed: what the compiler's scheduler is told.
         aliases: from the index of an array, those prefetched to scalar memory counted, to that of the result in its place.
+        bounds_checks: whether the compiler checks every copy's address: some 20 cycles of scalar work each, which only a kernel of many
+            small copies feels, and may leave out where it clips all that comes from data.
         interpret: False, or parameters of Pallas' interpreter for TPUs, which runs on a CPU.
     """
     call = pl.pallas_call(
@@ -43,7 +46,9 @@ def launch(
         grid_spec=grid_spec,
         name=name,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=tuple(semantics), vmem_limit_bytes=generation.vmem_bytes
+            dimension_semantics=tuple(semantics),
+            vmem_limit_bytes=generation.vmem_bytes,
+            disable_bounds_checks=not bounds_checks,
         ),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=transcendentals, bytes_accessed=bytes_accessed),
         input_output_aliases=aliases or {},

@@ -11,8 +11,15 @@ import jax
 from ejkernel.contracts.device import DeviceInfo
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "jax.experimental.pallas": ("CostEstimate", "pallas_call"),
-    "jax.experimental.pallas.tpu": ("CompilerParams",),
+    "jax.experimental.pallas": ("ANY", "BlockSpec", "CostEstimate", "ds", "pallas_call", "program_id", "when"),
+    "jax.experimental.pallas.tpu": (
+        "CompilerParams",
+        "PrefetchScalarGridSpec",
+        "SMEM",
+        "SemaphoreType.DMA",
+        "VMEM",
+        "make_async_copy",
+    ),
 }
 
 

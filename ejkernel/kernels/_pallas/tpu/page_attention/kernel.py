@@ -1,0 +1,326 @@
+"""The device's side: one program goes over the steps of all tiles, each a few pages of one sequence.
+
+Three things run ahead of each other, so that the memory always has requests: entries of the tables come to scalar memory
+``LEAD`` steps before the pages that they name are asked for, and pages come ``stages - 1`` steps before they are computed on,
+whatever tile and sequence they are of.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels._pallas.tpu.generations import LANES, SUBLANES
+from ejkernel.kernels._pallas.tpu.page_attention.geometry import Geometry
+from ejkernel.kernels.common.softmax import LOG2E
+
+LEAD = 3
+# Columns of the tiles' table: the first chunk of the sequence's table, the place of the tile's first token in the context, its
+# tokens, the first unit of its first step, its steps, the first unit that it reads and the one past the last, its example.
+CHUNK, PLACE, COUNT, BASE, STEPS, FIRST, LAST, EXAMPLE, COLUMNS = range(9)
+# Places in the state: tile, step and buffer of what is asked for next, by what runs ahead; then the buffer computed on.
+ENTRY_TILE, ENTRY_STEP, ENTRY_SLOT, PAGE_TILE, PAGE_STEP, PAGE_SLOT, ENTRY_READ, SLOT, STATES = range(9)
+
+# The running maximum of a row that has seen nothing; finite, so that no difference is NaN.
+NOTHING = -1e30
+LN2 = math.log(2.0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for."""
+
+    geometry: Geometry
+    group: int
+    dim: int
+    value_dim: int
+    blocks: int
+    kv_heads: int
+    scale: float
+    cap: float | None
+    left: int | None
+    sinks: bool
+    k_scale: int | None
+    v_scale: int | None
+
+
+def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
+    """One tile of one group of heads; see ``forward.py`` for the arrays."""
+    refs = list(refs)
+    k_scale = refs.pop(0) if c.k_scale is not None else None
+    v_scale = refs.pop(0) if c.v_scale is not None else None
+    query, entries, keys, values = (refs.pop(0) for _ in range(4))
+    sinks = refs.pop(0) if c.sinks else None
+    out, lse, state, names, k_pages, v_pages, tops, totals, sums, arrived, named = refs
+    g = c.geometry
+    program, tile = pl.program_id(0), pl.program_id(1)
+    heads = pl.ds(program * g.heads, g.heads)
+
+    def column(tile, name):
+        return tiles[tile * COLUMNS + name]
+
+    def advance(tile_at, step_at, slot_at, slots):
+        at, step = state[tile_at], state[step_at] + 1
+        ended = step == column(at, STEPS)
+        state[tile_at] = jnp.where(ended, at + 1, at)
+        state[step_at] = jnp.where(ended, 0, step)
+        state[slot_at] = following(state[slot_at], slots)
+
+    def following(slot, slots):
+        return jnp.where(slot == slots - 1, 0, slot + 1)
+
+    def factor_of(factors, stride, head):
+        return factors[column(tile, EXAMPLE) * stride + program * g.heads + head]
+
+    def entry_copy(chunk, slot):
+        return pltpu.make_async_copy(entries.at[chunk], names.at[slot], named.at[slot])
+
+    def page_copies(page, part, slot, unit):
+        """Of all heads' keys, and of their values."""
+        for pages, buffer in ((keys, k_pages), (values, v_pages)):
+            source = pages.at[page, heads] if g.parts == 1 else pages.at[page, heads, pl.ds(part * g.unit, g.unit)]
+            yield pltpu.make_async_copy(source, buffer.at[slot, unit], arrived.at[slot])
+
+    def bounds(tile, step):
+        """The first unit of a step, and which of its units are read."""
+        base = column(tile, BASE) + step * g.units
+        first = jnp.maximum(column(tile, FIRST) - base, 0)
+        return base, first, jnp.minimum(column(tile, LAST) - base, g.units)
+
+    def entry_of(unit):
+        return unit if g.parts == 1 else lax.div(unit, jnp.int32(g.parts))
+
+    def ask_for_entries():
+        at = state[ENTRY_TILE]
+
+        @pl.when(at < needed[0])
+        def _():
+            base, _, _ = bounds(at, state[ENTRY_STEP])
+            chunk = column(at, CHUNK) + lax.shift_right_logical(entry_of(base), 7)
+            entry_copy(chunk, state[ENTRY_SLOT]).start()
+            advance(ENTRY_TILE, ENTRY_STEP, ENTRY_SLOT, LEAD + 1)
+
+    def ask_for_pages():
+        at = state[PAGE_TILE]
+
+        @pl.when(at < needed[0])
+        def _():
+            base, first, last = bounds(at, state[PAGE_STEP])
+            slot, read = state[PAGE_SLOT], state[ENTRY_READ]
+            entry_copy(0, read).wait()
+            entry = jnp.bitwise_and(entry_of(base), LANES - 1)
+            part = base - entry_of(base) * g.parts
+
+            def ask(unit, _):
+                page = jnp.clip(names[read, 0, entry + unit], 0, c.blocks - 1)
+                for copy in page_copies(page, part, slot, unit):
+                    copy.start()
+
+            lax.fori_loop(first, last, ask, None)
+            state[ENTRY_READ] = following(read, LEAD + 1)
+            advance(PAGE_TILE, PAGE_STEP, PAGE_SLOT, g.stages)
+
+    def wait_for_pages(slot, first, last):
+        whole = last - first == g.units
+
+        @pl.when(whole)
+        def _():
+            for buffer in (k_pages, v_pages):
+                pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            def wait(unit, _):
+                for copy in page_copies(0, 0, slot, unit):
+                    copy.wait()
+
+            lax.fori_loop(first, last, wait, None)
+
+    @pl.when(tile == 0)
+    def _():
+        for i in range(STATES):
+            state[i] = 0
+        for i in range(LEAD + g.stages - 1):
+            ask_for_entries()
+            if i >= LEAD:
+                ask_for_pages()
+
+    @pl.when(tile < needed[0])
+    def _():
+        place, count = column(tile, PLACE), column(tile, COUNT)
+        start = 0 if c.left is None else jnp.maximum(place - c.left, 0)
+        stop = jnp.maximum(place + count, 0)
+        # What the last token does not see begins before `full_start`, what the first one does not see ends past `full_stop`.
+        full_start = 0 if c.left is None else jnp.maximum(place + count - 1 - c.left, 0)
+        full_stop = place + 1
+
+        if c.sinks:
+            top = sinks[0, 0] * LOG2E
+            seen = top > NOTHING
+            first_lane = lax.broadcasted_iota(jnp.int32, top.shape, 2) == 0
+            tops[...] = jnp.where(seen, top, NOTHING)
+            totals[...] = jnp.where(seen & first_lane, 1.0, 0.0)
+        else:
+            tops[...] = jnp.full(tops.shape, NOTHING, jnp.float32)
+            totals[...] = jnp.zeros(totals.shape, jnp.float32)
+        sums[...] = jnp.zeros(sums.shape, jnp.float32)
+
+        def clear(slot, base):
+            """Zeros in place of values that no token of the tile sees: a weight of 0 times NaN is NaN."""
+            if jnp.issubdtype(v_pages.dtype, jnp.integer):
+                return
+
+            def unit_of(unit, _):
+                begin = (base + unit) * g.unit
+
+                @pl.when((begin < start) | (begin + g.unit > stop))
+                def _():
+                    page = v_pages[slot, unit].astype(jnp.float32)
+                    at = begin + lax.broadcasted_iota(jnp.int32, page.shape, 1)
+                    v_pages[slot, unit] = jnp.where((at >= start) & (at < stop), page, 0).astype(v_pages.dtype)
+
+            lax.fori_loop(0, g.units, unit_of, None)
+
+        def attend(slot, base, rows, masked):
+            """A step of the running softmax. The heads' work lies side by side, or each would wait for its own latencies."""
+            visible = _visible(c, rows, place, base * g.unit) if masked else None
+            heads = range(g.heads)
+            logits = [
+                _logits(
+                    c,
+                    query[0, 0, head, :rows],
+                    k_pages[slot, :, head].reshape(g.keys, c.dim),
+                    c.scale if k_scale is None else c.scale * factor_of(k_scale, c.k_scale, head),
+                    visible,
+                )
+                for head in heads
+            ]
+            before = [tops[head, :rows] for head in heads]
+            top = [jnp.maximum(before[head], jnp.max(logits[head], 1, keepdims=True)) for head in heads]
+            weights = [jnp.exp2(logits[head] - _over(top[head], g.keys)) for head in heads]
+            products = [
+                _product(weights[head], _widened(v_pages[slot, :, head].reshape(g.keys, c.value_dim), query.dtype))
+                for head in heads
+            ]
+            for head in heads:
+                decay = jnp.exp2(before[head] - top[head])
+                tops[head, :rows] = top[head]
+                totals[head, :rows] = totals[head, :rows] * decay + _by_lane(weights[head])
+                sums[head, :rows] = sums[head, :rows] * _over(decay, c.value_dim) + products[head]
+
+        def attend_either(slot, base, rows):
+            full = (base * g.unit >= full_start) & (base * g.unit + g.keys <= full_stop)
+
+            @pl.when(full)
+            def _():
+                attend(slot, base, rows, False)
+
+            @pl.when(jnp.logical_not(full))
+            def _():
+                clear(slot, base)
+                attend(slot, base, rows, True)
+
+        def step_of(step, _):
+            ask_for_entries()
+            ask_for_pages()
+            slot = state[SLOT]
+            base, first, last = bounds(tile, step)
+
+            wait_for_pages(slot, first, last)
+            few = -(-c.group // SUBLANES) * SUBLANES
+            if few < g.rows:
+                # One token beside others' chunks.
+                pl.when(count == 1)(lambda: attend_either(slot, base, few))
+                pl.when(count > 1)(lambda: attend_either(slot, base, g.rows))
+            else:
+                attend_either(slot, base, g.rows)
+            state[SLOT] = following(slot, g.stages)
+
+        lax.fori_loop(0, column(tile, STEPS), step_of, None)
+
+        for head in range(g.heads):
+            total = jnp.sum(totals[head], 1, keepdims=True)
+            share = jnp.where(total == 0, 0, 1 / total)
+            if v_scale is not None:
+                share = share * factor_of(v_scale, c.v_scale, head)
+            out[0, 0, head] = (sums[head] * share).astype(out.dtype)
+            row_lse = jnp.where(total == 0, -jnp.inf, tops[head] * LN2 + jnp.log(total))
+            _store_as_lanes(lse.at[0, 0], head, row_lse)
+
+
+def _visible(c: Config, rows: int, place: Any, begin: Any) -> Any:
+    """Which keys of a step each row sees, ``[rows, keys]``."""
+    key = begin + lax.broadcasted_iota(jnp.int32, (rows, c.geometry.keys), 1)
+    own = place
+    if c.geometry.tokens > 1:
+        row = lax.broadcasted_iota(jnp.int32, key.shape, 0)
+        # The quotient by the group, exact for these rows: the vector unit has no division.
+        bits = 18
+        own = place + lax.shift_right_logical(row * -(-(2**bits) // c.group), bits)
+    visible = key <= own
+    return visible if c.left is None else visible & (key >= own - c.left)
+
+
+def _logits(c: Config, query: Any, key: Any, factor: Any, visible: Any) -> Any:
+    """In units of log 2, ``[rows, keys]``; -inf where a row does not see a key."""
+    logits = _dot(query, _widened(key, query.dtype), (1, 1))
+    if c.cap is None:
+        logits = logits * (factor * LOG2E)
+    else:
+        logits = jnp.tanh(logits * (factor / c.cap)) * (c.cap * LOG2E)
+    return logits if visible is None else jnp.where(visible, logits, -jnp.inf)
+
+
+def _product(weights: Any, value: Any) -> Any:
+    return _dot(weights.astype(value.dtype), value, (1, 0))
+
+
+def _dot(x: Any, y: Any, axes: tuple[int, int]) -> Any:
+    """A product over one axis of each; of float32 in float32."""
+    return lax.dot_general(
+        x,
+        y,
+        (((axes[0],), (axes[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _widened(array: Any, dtype: Any) -> Any:
+    """Stored numbers of 8 bits in the query's dtype, which holds them exactly."""
+    if array.dtype == dtype:
+        return array
+    return array.astype(jnp.float32).astype(dtype)
+
+
+def _over(lanes: Any, width: int) -> Any:
+    """A value that is the same in all lanes, for so many columns."""
+    return lanes[:, :width] if width <= LANES else jnp.tile(lanes, (1, -(-width // LANES)))[:, :width]
+
+
+def _by_lane(weights: Any) -> Any:
+    """Sums of every 128th column: what is left of a row's sum is done once, at the end."""
+    whole = weights.shape[1] // LANES * LANES
+    parts = [weights[:, i : i + LANES] for i in range(0, whole, LANES)]
+    if whole < weights.shape[1]:
+        rest = jnp.sum(weights[:, whole:], 1, keepdims=True)
+        lane = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1)
+        parts.append(jnp.where(lane == 0, rest, 0))
+    return sum(parts[1:], parts[0])
+
+
+def _store_as_lanes(ref: Any, head: int, column: Any) -> None:
+    """Rows' values, the same in all lanes, as lanes of one row."""
+    rows = column.shape[0]
+    lane = lax.broadcasted_iota(jnp.int32, (min(rows, LANES), LANES), 1)
+    row = lax.broadcasted_iota(jnp.int32, lane.shape, 0)
+    for i in range(0, rows, LANES):
+        part = column[i : i + LANES]
+        diagonal = jnp.where((lane == row)[: part.shape[0]], part, 0)
+        ref[head : head + 1, i : i + LANES] = jnp.sum(diagonal, 0, keepdims=True)
