@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.callib.chips import MIB
 from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
@@ -15,8 +16,8 @@ from ejkernel.kernels._pallas.tpu.generations import LANES, SUBLANES, generation
 
 # Generations whose two cores are one device: each takes half of the key heads.
 TWO_CORES = ("tpu-v4", "tpu-v5p")
-# Keys a step: enough for the latencies of a step's products and sums to be hidden behind those of other heads.
-KEYS_PER_STEP = 512
+# Keys and values a step, and keys: enough for what a step costs beside its products, few enough to stay in registers.
+BYTES_PER_STEP, KEYS_PER_STEP = 2 * MIB, 1024
 MOST_UNITS = LANES  # entries of the tables that one copy brings
 # Three buffers: one is computed on while two are filled, so the memory is never without a request.
 STAGES, MOST_STAGES = 3, 8
@@ -59,10 +60,12 @@ def defaults(shapes: dict[str, Any], device: DeviceInfo | None) -> FwdParams:
     average = -(-query.shape[1] // max(1, shapes["context_lens"].shape[1]))
     tokens = min(power_of_two(average), power_of_two_below(max(1, ROWS_PER_TILE * kv_heads // query.shape[2])))
     halved = device is not None and device.name in TWO_CORES and kv_heads % 2 == 0
+    program_heads = kv_heads // 2 if halved else kv_heads
+    keys = power_of_two_below(max(LANES, BYTES_PER_STEP // (program_heads * _key_bytes(shapes))))
     asked = FwdParams(
         blocksize_m=tokens,
-        kv_blocksize=KEYS_PER_STEP,
-        blocksize_heads=kv_heads // 2 if halved else kv_heads,
+        kv_blocksize=min(keys, KEYS_PER_STEP),
+        blocksize_heads=program_heads,
         num_stages=STAGES,
     )
     return geometry(shapes, asked, device).params
@@ -116,8 +119,13 @@ def geometry(shapes: dict[str, Any], params: FwdParams, device: DeviceInfo | Non
 
 def page_bytes(shapes: dict[str, Any], g: Geometry) -> int:
     """Of all buffers for keys and values."""
+    return g.stages * g.keys * g.heads * _key_bytes(shapes)
+
+
+def _key_bytes(shapes: dict[str, Any]) -> int:
+    """Of a key and its value in vector memory."""
     lanes = sum(-(-shapes[name].shape[4] // LANES) * LANES for name in ("key_cache", "value_cache"))
-    return g.stages * g.keys * g.heads * lanes * jnp.dtype(shapes["key_cache"].dtype).itemsize
+    return lanes * jnp.dtype(shapes["key_cache"].dtype).itemsize
 
 
 def _part(page: int, most: int) -> int:

@@ -106,25 +106,26 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
             entry_copy(chunk, state[ENTRY_SLOT]).start()
             advance(ENTRY_TILE, ENTRY_STEP, ENTRY_SLOT, LEAD + 1)
 
-    def ask_for_pages():
+    def next_pages():
+        """The step whose pages are asked for next: whether there is one, its first unit, which of its units are read."""
         at = state[PAGE_TILE]
+        pending = at < needed[0]
+        return pending, *bounds(jnp.where(pending, at, 0), state[PAGE_STEP])
 
-        @pl.when(at < needed[0])
-        def _():
-            base, first, last = bounds(at, state[PAGE_STEP])
-            slot, read = state[PAGE_SLOT], state[ENTRY_READ]
-            entry_copy(0, read).wait()
-            entry = jnp.bitwise_and(entry_of(base), LANES - 1)
-            part = base - entry_of(base) * g.parts
+    def ask(base, unit):
+        """Ask for the pages of a unit of that step."""
+        slot, read = state[PAGE_SLOT], state[ENTRY_READ]
+        entry = jnp.bitwise_and(entry_of(base), LANES - 1)
+        page = jnp.clip(names[read, 0, entry + unit], 0, c.blocks - 1)
+        for copy in page_copies(page, base - entry_of(base) * g.parts, slot, unit):
+            copy.start()
 
-            def ask(unit, _):
-                page = jnp.clip(names[read, 0, entry + unit], 0, c.blocks - 1)
-                for copy in page_copies(page, part, slot, unit):
-                    copy.start()
+    def ask_for_pages(base, first, last):
+        lax.fori_loop(first, last, lambda unit, _: ask(base, unit), None)
 
-            lax.fori_loop(first, last, ask, None)
-            state[ENTRY_READ] = following(read, LEAD + 1)
-            advance(PAGE_TILE, PAGE_STEP, PAGE_SLOT, g.stages)
+    def asked():
+        state[ENTRY_READ] = following(state[ENTRY_READ], LEAD + 1)
+        advance(PAGE_TILE, PAGE_STEP, PAGE_SLOT, g.stages)
 
     def wait_for_pages(slot, first, last):
         whole = last - first == g.units
@@ -149,7 +150,13 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
         for i in range(LEAD + g.stages - 1):
             ask_for_entries()
             if i >= LEAD:
-                ask_for_pages()
+                pending, *units = next_pages()
+
+                @pl.when(pending)
+                def _(units=units):
+                    entry_copy(0, state[ENTRY_READ]).wait()
+                    ask_for_pages(*units)
+                    asked()
 
     @pl.when(tile < needed[0])
     def _():
@@ -187,20 +194,20 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
 
             lax.fori_loop(0, g.units, unit_of, None)
 
-        def attend(slot, base, rows, masked):
-            """A step of the running softmax. The heads' work lies side by side, or each would wait for its own latencies."""
+        def attend(slot, base, rows, masked=False, asks=None):
+            """A step of the running softmax. The heads' work lies side by side, or each would wait for its own latencies.
+
+            ``asks``: the first unit of a step of which every unit is asked for beside this work, in scalar slots.
+            """
             visible = _visible(c, rows, place, base * g.unit) if masked else None
-            heads = range(g.heads)
-            logits = [
-                _logits(
-                    c,
-                    query[0, 0, head, :rows],
-                    k_pages[slot, :, head].reshape(g.keys, c.dim),
-                    c.scale if k_scale is None else c.scale * factor_of(k_scale, c.k_scale, head),
-                    visible,
-                )
-                for head in heads
-            ]
+            heads, logits = range(g.heads), []
+            for head in heads:
+                if asks is not None:
+                    for unit in range(head * g.units // g.heads, (head + 1) * g.units // g.heads):
+                        ask(asks, unit)
+                factor = c.scale if k_scale is None else c.scale * factor_of(k_scale, c.k_scale, head)
+                key = k_pages[slot, :, head].reshape(g.keys, c.dim)
+                logits.append(_logits(c, query[0, 0, head, :rows], key, factor, visible))
             before = [tops[head, :rows] for head in heads]
             top = [jnp.maximum(before[head], jnp.max(logits[head], 1, keepdims=True)) for head in heads]
             weights = [jnp.exp2(logits[head] - _over(top[head], g.keys)) for head in heads]
@@ -214,32 +221,47 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
                 totals[head, :rows] = totals[head, :rows] * decay + _by_lane(weights[head])
                 sums[head, :rows] = sums[head, :rows] * _over(decay, c.value_dim) + products[head]
 
-        def attend_either(slot, base, rows):
+        def step_of(step, _):
+            ask_for_entries()
+            slot = state[SLOT]
+            base, first, last = bounds(tile, step)
             full = (base * g.unit >= full_start) & (base * g.unit + g.keys <= full_stop)
+            few = -(-c.group // SUBLANES) * SUBLANES
+            # One token, alone or beside others' chunks.
+            alone = True if few == g.rows else count == 1
+            pending, next_base, next_first, next_last = next_pages()
+            beside = full & alone & pending & (next_last - next_first == g.units)
 
-            @pl.when(full)
+            @pl.when(pending)
             def _():
-                attend(slot, base, rows, False)
+                entry_copy(0, state[ENTRY_READ]).wait()
+
+            @pl.when(pending & jnp.logical_not(beside))
+            def _():
+                ask_for_pages(next_base, next_first, next_last)
+
+            wait_for_pages(slot, first, last)
+
+            @pl.when(beside)
+            def _():
+                attend(slot, base, few, asks=next_base)
+
+            @pl.when(full & alone & jnp.logical_not(beside))
+            def _():
+                attend(slot, base, few)
 
             @pl.when(jnp.logical_not(full))
             def _():
                 clear(slot, base)
-                attend(slot, base, rows, True)
 
-        def step_of(step, _):
-            ask_for_entries()
-            ask_for_pages()
-            slot = state[SLOT]
-            base, first, last = bounds(tile, step)
+            @pl.when(alone & jnp.logical_not(full))
+            def _():
+                attend(slot, base, few, masked=True)
 
-            wait_for_pages(slot, first, last)
-            few = -(-c.group // SUBLANES) * SUBLANES
             if few < g.rows:
-                # One token beside others' chunks.
-                pl.when(count == 1)(lambda: attend_either(slot, base, few))
-                pl.when(count > 1)(lambda: attend_either(slot, base, g.rows))
-            else:
-                attend_either(slot, base, g.rows)
+                pl.when(full & (count > 1))(lambda: attend(slot, base, g.rows))
+                pl.when(jnp.logical_not(full) & (count > 1))(lambda: attend(slot, base, g.rows, masked=True))
+            pl.when(pending)(asked)
             state[SLOT] = following(slot, g.stages)
 
         lax.fori_loop(0, column(tile, STEPS), step_of, None)
