@@ -21,8 +21,9 @@ from tolerances import assert_close
 
 from ejkernel import FwdParams, explain, kernel_registry
 from ejkernel.contracts.device import describe
+from ejkernel.kernels._pallas.tpu.generations import generation_of
 from ejkernel.kernels._pallas.tpu.page_attention.forward import forward
-from ejkernel.kernels._pallas.tpu.page_attention.geometry import candidates, defaults, geometry
+from ejkernel.kernels._pallas.tpu.page_attention.geometry import candidates, defaults, geometry, page_bytes
 
 OPERATION = kernel_registry.operation("page_attention")
 LENS, CHUNKS = [300, 0, 33, 128, 70], [20, 0, 1, 9, 70]
@@ -40,6 +41,7 @@ CALLS = {
     "parts of pages": ({"size": 384, "max_blocks": 1, "group": 2}, {}),
     "int8": ({"chunks": None, "cache": "int8", "scales": "own", "size": 32, "max_blocks": 10, "group": 2}, {}),
     "e4m3": ({"cache": "float8_e4m3fn", "scales": "scalar", "group": 2}, {}),
+    "e4m3 decoding": ({"chunks": None, "cache": "float8_e4m3fn", "scales": "own", "group": 2}, {"sliding_window": 200}),
     "e5m2": ({"chunks": None, "cache": "float8_e5m2", "scales": "own"}, {}),
     "many rows": ({"kv_heads": 1, "group": 16}, {}),
     "negative scale": ({"chunks": None}, {"softmax_scale": -0.2}),
@@ -103,6 +105,225 @@ def interpreted(arrays, options, capfd, params=SMALL, *, cores=1, mode="on_wait"
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", some(CALLS, "chunks in a window", "sinks and a cap", "e4m3"))
+@pytest.mark.parametrize("name", some(CALLS, "chunks in a window", "sinks and a cap", "e4m3 decoding"))
 def test_values(name, capfd):
     interpreted(*make(name), capfd)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_bfloat16(name, capfd):
+    interpreted(*make(name, "bfloat16"), capfd)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", some(["decoding", "chunks"], "decoding"))
+def test_copies_that_happen_at_once_on_two_cores(name, capfd):
+    """A copy may finish when it is asked for or when it is waited for: what overwrites a buffer too early shows in the first."""
+    interpreted(*make(name, lens=LENS[:4], **({"chunks": CHUNKS[:4]} if name == "chunks" else {})), capfd, cores=2, mode="eager")
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [{"num_stages": 4}, {"kv_blocksize": 256}, {"blocksize_heads": 2, "num_stages": 3}], ids=str)
+@pytest.mark.parametrize("name", ["decoding", "chunks in a window"])
+def test_other_sizes(name, params, capfd):
+    interpreted(*make(name), capfd, dataclasses.replace(SMALL, **params), cores=2)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_examples_of_a_vmap(capfd):
+    """Two examples share the caches; each has tokens, contexts, tables, offsets, sinks and factors of its own."""
+    arrays, options = make("sinks and a cap", scales="own")
+    order = np.array([1, 3, 0, 2, 4])
+    other = {
+        **arrays,
+        "query": arrays["query"][::-1],
+        "context_lens": arrays["context_lens"][order],
+        "block_tables": arrays["block_tables"][order],
+        "cum_seqlens_q": jnp.asarray(np.cumsum([0, *np.array(CHUNKS)[order]]), jnp.int32),
+        "softmax_aux": arrays["softmax_aux"] + 1,
+        "k_scale": arrays["k_scale"] * 2,
+    }
+    prepared = [prepare(x, options) for x in (arrays, other)]
+    both = {
+        name: x if name.endswith("_cache") else jnp.concatenate([x, prepared[1][0][name]])
+        for name, x in prepared[0][0].items()
+    }
+    found = forward(both, prepared[0][1], SMALL, interpret=pltpu.InterpretParams())
+    for i, example in enumerate((arrays, other)):
+        for x, e in zip(found, expected(example, options), strict=True):
+            assert_close(x[i], e, "float32")
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("token", [5, 299], ids=["in a full step", "in the last step"])
+def test_a_nan_of_e4m3_that_is_seen_shows(cache, token):
+    """Its bits are another number's in the form that hardware unpacks. -0, which is NaN there, is 0."""
+    arrays, _ = make("e4m3 decoding")
+    page = int(arrays["block_tables"][0, token // 16])
+    stored = np.array(arrays[cache]).view(np.uint8)
+    stored[page, 0, token % 16, 3] = 0xFF
+    stored[page, 1, token % 16, 4] = 0x80
+    arrays[cache] = jnp.asarray(stored.view(np.asarray(arrays[cache]).dtype))
+    prepared, spec = prepare(arrays, {})
+    out, lse = (np.asarray(x[0]) for x in forward(prepared, spec, SMALL, interpret=pltpu.InterpretParams()))
+    if cache == "key_cache":
+        assert np.isnan(out[0, :2]).all()
+        assert np.isnan(lse[0, :2]).all()
+    else:
+        assert np.isnan(out[0, :2, 3]).all()
+        assert np.isfinite(np.delete(out[0, :2], 3, 1)).all()
+    assert np.isfinite(out[0, 2:]).all()
+    assert np.isfinite(out[1:]).all()
+
+
+def shapes(batch=64, heads=32, kv_heads=8, dim=128, page=32, max_blocks=64, dtype="bfloat16", cache=None, tokens=None):
+    cache = jax.ShapeDtypeStruct((1, batch * max_blocks, kv_heads, page, dim), cache or dtype)
+    found = {
+        "query": jax.ShapeDtypeStruct((1, tokens or batch, heads, dim), dtype),
+        "key_cache": cache,
+        "value_cache": cache,
+        "context_lens": jax.ShapeDtypeStruct((1, batch), jnp.int32),
+        "block_tables": jax.ShapeDtypeStruct((1, batch, max_blocks), jnp.int32),
+    }
+    if tokens:
+        found["query_starts"] = jax.ShapeDtypeStruct((1, batch + 1), jnp.int32)
+    return found
+
+
+@pytest.mark.parametrize("chip", ["tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7"])
+@pytest.mark.parametrize("kv_heads", [1, 3, 8, 32])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [16, 48, 128, 2048])
+def test_sizes_fit_the_vector_memory(chip, kv_heads, dim, page):
+    device = describe(chip)
+    for more in ({}, {"tokens": 4096}, {"cache": "int8"}, {"dtype": "float32"}):
+        call = shapes(heads=4 * kv_heads, kv_heads=kv_heads, dim=dim, page=page, **more)
+        for params in (defaults(call, device), *candidates(call, device)):
+            g = geometry(call, params, device)
+            assert g.params == params
+            assert kv_heads % g.heads == 0
+            assert g.units * g.unit == g.keys
+            assert g.parts * g.unit == page
+            assert g.rows % 8 == 0
+            assert 2 <= g.stages <= 8
+            assert page_bytes(call, g) <= generation_of(device).vmem_bytes / 2
+
+
+def test_cores_that_are_one_device_share_the_heads():
+    assert [defaults(shapes(), describe(chip)).blocksize_heads for chip in ("tpu-v5e", "tpu-v5p", "tpu-v4")] == [8, 4, 4]
+
+
+def explained(**more):
+    arrays = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in shapes(**more).items()}
+    return explain("page_attention", **arrays, device="tpu-v6e")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "platform"), [({}, "pallas"), ({"cache": "int8"}, "pallas"), ({"dim": 64}, "xla"), ({"page": 24}, "xla")], ids=str
+)
+def test_what_runs_on_a_tpu(sizes, platform):
+    assert explained(**sizes).chosen.platform.value == platform
+
+
+# Compiled for TPUs, without one
+
+COMPILED = """
+import json, sys
+sys.path[:0] = [{tests!r}]
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+import test_tpu_page_attention as t
+from ejkernel import kernel_registry, page_attention, target
+for topology in {topologies!r}:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    where = SingleDeviceSharding(device)
+    for name in {names!r}:
+        arrays, options = t.compiled_call(name)
+        arrays = {{k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for k, x in arrays.items()}}
+        with target(device):
+            compiled = jax.jit(lambda a: page_attention(**a, **options, platform="pallas", return_lse=True)).lower(arrays).compile()
+        told = compiled.memory_analysis()
+        print("TOLD", json.dumps([topology, name, told.temp_size_in_bytes, compiled.cost_analysis()["flops"]]), flush=True)
+"""
+COMPILED_CALLS = {
+    "decoding": ({}, {}),
+    "small pages": ({"page": 16}, {"sliding_window": 1000}),
+    "large pages": ({"page": 2048, "max_blocks": 2}, {}),
+    "features": ({"sinks": True, "scales": True}, {"logits_soft_cap": 30.0, "sliding_window": 1000}),
+    "chunks": ({"tokens": 2048}, {}),
+    "chunks and features": ({"tokens": 2048, "sinks": True, "scales": True}, {"logits_soft_cap": 30.0, "sliding_window": 1000}),
+    "int8": ({"cache": "int8", "scales": True}, {}),
+    "e4m3": ({"cache": "float8_e4m3fn", "scales": True}, {}),
+    "e4m3 chunks": ({"cache": "float8_e4m3fn", "scales": True, "tokens": 2048}, {}),
+    "e5m2": ({"cache": "float8_e5m2"}, {}),
+    "float32": ({"dtype": "float32"}, {}),
+    "many heads": ({"kv_heads": 32}, {}),
+    "one head": ({"kv_heads": 1}, {}),
+    "head dim 256": ({"dim": 256, "heads": 16}, {}),
+    "head dim 64": ({"dim": 64}, {}),
+    "long tables": ({"max_blocks": 8192, "batch": 256, "blocks": 64}, {}),
+}
+
+
+def compiled_call(name):
+    sizes, options = COMPILED_CALLS[name]
+    sizes = dict(sizes)
+    sinks, scales, blocks = sizes.pop("sinks", False), sizes.pop("scales", False), sizes.pop("blocks", None)
+    arrays = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in shapes(**sizes).items()}
+    if "query_starts" in arrays:
+        arrays["cum_seqlens_q"] = arrays.pop("query_starts")
+    if blocks:
+        arrays |= {k: jax.ShapeDtypeStruct((blocks, *x.shape[1:]), x.dtype) for k, x in arrays.items() if k.endswith("_cache")}
+    heads, kv_heads = arrays["query"].shape[1], arrays["key_cache"].shape[1]
+    if sinks:
+        arrays["softmax_aux"] = jax.ShapeDtypeStruct((heads, 2), jnp.float32)
+    if scales:
+        arrays |= dict.fromkeys(("k_scale", "v_scale"), jax.ShapeDtypeStruct((kv_heads,), jnp.float32))
+    return arrays, options
+
+
+def compiled(topologies, names):
+    """For each topology and call, the bytes of temporary arrays and the operations that the compiler was told of."""
+    environment = {**os.environ, **TPU_ENVIRONMENT, "XLA_FLAGS": ""}
+    script = COMPILED.format(tests=os.path.dirname(__file__), topologies=topologies, names=names)
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-3000:]
+    told = [json.loads(line[5:]) for line in result.stdout.splitlines() if line.startswith("TOLD")]
+    assert len(told) == len(topologies) * len(names)
+    return told
+
+
+def check_compiled(told):
+    for topology, name, temporary, flops in told:
+        arrays, options = compiled_call(name)
+        call = explain("page_attention", **arrays, **options, device="tpu-v6e").call
+        # Queries and results in the kernel's order, with what a tile has too many; never the caches.
+        small = sum(x.size * x.dtype.itemsize for k, x in arrays.items() if not k.endswith("_cache"))
+        assert name == "head dim 64" or temporary < 16 * small + 2**22, (topology, name, temporary)
+        # Beside the kernel's, the compiler counts those of the plan.
+        work = OPERATION.cost(call)
+        assert work.flops <= flops <= 1.05 * work.flops + 2**26, (topology, name)
+
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@needs_libtpu
+@pytest.mark.compiled
+def test_it_compiles():
+    check_compiled(compiled(["v5e:2x2"], ["decoding"]))
+
+
+@needs_libtpu
+@pytest.mark.compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_everything_compiles_for_every_generation(topology):
+    check_compiled(compiled([topology], list(COMPILED_CALLS)))

@@ -29,6 +29,8 @@ ENTRY_TILE, ENTRY_STEP, ENTRY_SLOT, PAGE_TILE, PAGE_STEP, PAGE_SLOT, ENTRY_READ,
 
 # The running maximum of a row that has seen nothing; finite, so that no difference is NaN.
 NOTHING = -1e30
+# What e4m3 is multiplied by once it is unpacked as e4m3b11fnuz, whose exponents are 4 less.
+STORED_UNIT = 16.0
 LN2 = math.log(2.0)
 
 
@@ -61,6 +63,9 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
     g = c.geometry
     program, tile = pl.program_id(0), pl.program_id(1)
     heads = pl.ds(program * g.heads, g.heads)
+
+    mends = k_pages.dtype == jnp.float8_e4m3fn
+    stored_unit = STORED_UNIT if mends else 1.0
 
     def column(tile, name):
         return tiles[tile * COLUMNS + name]
@@ -161,6 +166,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
     @pl.when(tile < needed[0])
     def _():
         place, count = column(tile, PLACE), column(tile, COUNT)
+        few = -(-c.group // SUBLANES) * SUBLANES  # rows of one token
         start = 0 if c.left is None else jnp.maximum(place - c.left, 0)
         stop = jnp.maximum(place + count, 0)
         # What the last token does not see begins before `full_start`, what the first one does not see ends past `full_stop`.
@@ -179,7 +185,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
         def clear(slot, base):
-            """Zeros in place of values that no token of the tile sees: a weight of 0 times NaN is NaN."""
+            """Zeros in place of what no token of the tile sees: a weight of 0 times NaN is NaN."""
             if jnp.issubdtype(v_pages.dtype, jnp.integer):
                 return
 
@@ -188,9 +194,10 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
 
                 @pl.when((begin < start) | (begin + g.unit > stop))
                 def _():
-                    page = v_pages[slot, unit].astype(jnp.float32)
-                    at = begin + lax.broadcasted_iota(jnp.int32, page.shape, 1)
-                    v_pages[slot, unit] = jnp.where((at >= start) & (at < stop), page, 0).astype(v_pages.dtype)
+                    for pages in (k_pages, v_pages) if mends else (v_pages,):
+                        page = pages[slot, unit].astype(jnp.float32)
+                        at = begin + lax.broadcasted_iota(jnp.int32, page.shape, 1)
+                        pages[slot, unit] = jnp.where((at >= start) & (at < stop), page, 0).astype(pages.dtype)
 
             lax.fori_loop(0, g.units, unit_of, None)
 
@@ -200,25 +207,30 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
             ``asks``: the first unit of a step of which every unit is asked for beside this work, in scalar slots.
             """
             visible = _visible(c, rows, place, base * g.unit) if masked else None
-            heads, logits = range(g.heads), []
+            apart = masked and rows > few  # rows see different keys
+            heads, logits, spoilt = range(g.heads), [], []
             for head in heads:
                 if asks is not None:
                     for unit in range(head * g.units // g.heads, (head + 1) * g.units // g.heads):
                         ask(asks, unit)
-                factor = c.scale if k_scale is None else c.scale * factor_of(k_scale, c.k_scale, head)
-                key = k_pages[slot, :, head].reshape(g.keys, c.dim)
+                factor = stored_unit * c.scale
+                factor = factor if k_scale is None else factor * factor_of(k_scale, c.k_scale, head)
+                key, nan = _widened(k_pages[slot, :, head].reshape(g.keys, c.dim), query.dtype, apart)
                 logits.append(_logits(c, query[0, 0, head, :rows], key, factor, visible))
+                spoilt.append(nan)
             before = [tops[head, :rows] for head in heads]
             top = [jnp.maximum(before[head], jnp.max(logits[head], 1, keepdims=True)) for head in heads]
             weights = [jnp.exp2(logits[head] - _over(top[head], g.keys)) for head in heads]
-            products = [
-                _product(weights[head], _widened(v_pages[slot, :, head].reshape(g.keys, c.value_dim), query.dtype))
-                for head in heads
-            ]
+            products = []
+            for head in heads:
+                value, nan = _widened(v_pages[slot, :, head].reshape(g.keys, c.value_dim), query.dtype, apart)
+                product = _dot(weights[head].astype(value.dtype), value, (1, 0))
+                products.append(product if nan is None else product + nan)
             for head in heads:
                 decay = jnp.exp2(before[head] - top[head])
+                total = totals[head, :rows] * decay + _by_lane(weights[head])
                 tops[head, :rows] = top[head]
-                totals[head, :rows] = totals[head, :rows] * decay + _by_lane(weights[head])
+                totals[head, :rows] = total if spoilt[head] is None else total + _in_lanes(spoilt[head])
                 sums[head, :rows] = sums[head, :rows] * _over(decay, c.value_dim) + products[head]
 
         def step_of(step, _):
@@ -226,7 +238,6 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
             slot = state[SLOT]
             base, first, last = bounds(tile, step)
             full = (base * g.unit >= full_start) & (base * g.unit + g.keys <= full_stop)
-            few = -(-c.group // SUBLANES) * SUBLANES
             # One token, alone or beside others' chunks.
             alone = True if few == g.rows else count == 1
             pending, next_base, next_first, next_last = next_pages()
@@ -269,6 +280,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
         for head in range(g.heads):
             total = jnp.sum(totals[head], 1, keepdims=True)
             share = jnp.where(total == 0, 0, 1 / total)
+            share = share * stored_unit
             if v_scale is not None:
                 share = share * factor_of(v_scale, c.v_scale, head)
             out[0, 0, head] = (sums[head] * share).astype(out.dtype)
@@ -291,16 +303,12 @@ def _visible(c: Config, rows: int, place: Any, begin: Any) -> Any:
 
 def _logits(c: Config, query: Any, key: Any, factor: Any, visible: Any) -> Any:
     """In units of log 2, ``[rows, keys]``; -inf where a row does not see a key."""
-    logits = _dot(query, _widened(key, query.dtype), (1, 1))
+    logits = _dot(query, key, (1, 1))
     if c.cap is None:
         logits = logits * (factor * LOG2E)
     else:
         logits = jnp.tanh(logits * (factor / c.cap)) * (c.cap * LOG2E)
     return logits if visible is None else jnp.where(visible, logits, -jnp.inf)
-
-
-def _product(weights: Any, value: Any) -> Any:
-    return _dot(weights.astype(value.dtype), value, (1, 0))
 
 
 def _dot(x: Any, y: Any, axes: tuple[int, int]) -> Any:
@@ -314,16 +322,48 @@ def _dot(x: Any, y: Any, axes: tuple[int, int]) -> Any:
     )
 
 
-def _widened(array: Any, dtype: Any) -> Any:
-    """Stored numbers of 8 bits in the query's dtype, which holds them exactly."""
+def _widened(array: Any, dtype: Any, apart: bool) -> tuple[Any, Any]:
+    """Stored numbers of 8 bits, those of e4m3 divided by ``STORED_UNIT``, in the query's dtype, which holds them exactly.
+
+    And NaN, ``[1, columns]``, to be added to what comes of a column with NaN in it, for e4m3; None where NaN is NaN already, as it
+    must be where some rows see it and others do not: ``apart``.
+    """
     if array.dtype == dtype:
-        return array
-    return array.astype(jnp.float32).astype(dtype)
+        return array, None
+    if array.dtype != jnp.float8_e4m3fn:
+        return array.astype(jnp.float32).astype(dtype), None
+    if apart:
+        return (array.astype(jnp.float32) * (1 / STORED_UNIT)).astype(dtype), None
+    # Hardware unpacks e4m3 of another bias, whose one NaN is this one's -0. Both are mended in four numbers at once; doing it after
+    # the conversion, as the compiler does, took twice as long.
+    words = pltpu.bitcast(array, jnp.int32)
+    sizes = jnp.bitwise_and(words, 0x7F7F7F7F)
+    # The upper bit of a byte is set where the size is not 0.
+    mended = jnp.bitwise_and(words, jnp.bitwise_or(sizes + 0x7F7F7F7F, 0x7F7F7F7F))
+    found = jnp.bitwise_and(lax.shift_right_logical(_any(sizes + 0x01010101), 7), 0x01010101)
+    nan = jnp.where(jnp.sum(found, 0, keepdims=True) > 0, jnp.nan, 0.0)
+    return pltpu.bitcast(mended, jnp.float8_e4m3b11fnuz).astype(jnp.float32).astype(dtype), nan
+
+
+def _any(words: Any) -> Any:
+    """The bits that any row has, ``[8, columns]``."""
+    rows = words.shape[0] // SUBLANES
+    parts = [words[i * SUBLANES : (i + 1) * SUBLANES] for i in range(rows)]
+    while len(parts) > 1:
+        parts = [*(x | y for x, y in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) // 2 * 2 :]]
+    return parts[0]
 
 
 def _over(lanes: Any, width: int) -> Any:
     """A value that is the same in all lanes, for so many columns."""
     return lanes[:, :width] if width <= LANES else jnp.tile(lanes, (1, -(-width // LANES)))[:, :width]
+
+
+def _in_lanes(row: Any) -> Any:
+    """A row ``[1, columns]`` whose sum is NaN if any of it is, in one row of lanes."""
+    return jnp.sum(row, 1, keepdims=True) if row.shape[1] % LANES else sum(
+        row[:, i : i + LANES] for i in range(0, row.shape[1], LANES)
+    )
 
 
 def _by_lane(weights: Any) -> Any:
