@@ -167,7 +167,9 @@ def _quantised(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array
         return _scattered(cache, jnp.clip(jnp.round(jnp.nan_to_num(x, nan=0.0)), -127, 127).astype(jnp.int8), at)
     largest = float(jnp.finfo(cache.dtype).max)
     stored = jnp.clip(x, -largest, largest).astype(cache.dtype)
-    return lax.platform_dependent(cache, stored, cpu=lambda *pair: _as_bytes(*pair, at), default=lambda *pair: _scattered(*pair, at))
+    return lax.platform_dependent(
+        cache, stored, cpu=lambda *pair: _as_bytes(*pair, at), default=lambda *pair: _scattered(*pair, at)
+    )
 
 
 @_quantised.defjvp

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels._pallas.tpu.generations import Generation
-from ejkernel.kernels.common.varying import vary_as
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 
 def launch(
@@ -40,6 +40,12 @@ def launch(
             small copies feels, and may leave out where it clips all that comes from data.
         interpret: False, or parameters of Pallas' interpreter for TPUs, which runs on a CPU.
     """
+    axes = varying_axes(*arrays)
+    if axes:
+        # Inside `shard_map` results have to say over what they vary, and all arrays have to agree.
+        arrays = [vary_over(array, axes) for array in arrays]
+        varying = jax.typeof(arrays[0]).manual_axis_type
+        out_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), out_shape)
     call = pl.pallas_call(
         kernel,
         out_shape=out_shape,
@@ -54,4 +60,4 @@ def launch(
         input_output_aliases=aliases or {},
         **({"interpret": interpret} if interpret else {}),
     )
-    return vary_as(call(*arrays), *jax.tree.leaves(arrays))
+    return call(*arrays)

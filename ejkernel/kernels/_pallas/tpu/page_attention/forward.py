@@ -129,7 +129,9 @@ def forward(
     return out, lse
 
 
-def plan(s: Sequences, cut: QueryTiles | None, g: Geometry, arrays: dict[str, Array], left: int | None) -> tuple[Array, Array]:
+def plan(
+    s: Sequences, cut: QueryTiles | None, g: Geometry, arrays: dict[str, Array], left: int | None
+) -> tuple[Array, Array]:
     """What each tile is, ``[n, COLUMNS]``, and how many are needed, ``[1]``; see ``kernel.py``."""
     if cut is None:
         owner = jnp.arange(s.size, dtype=jnp.int32)

@@ -106,15 +106,23 @@ def geometry(shapes: dict[str, Any], params: FwdParams, device: DeviceInfo | Non
     )
     most = PAGES_SHARE * generation_of(device).vmem_bytes
     while page_bytes(shapes, found) > most:
-        if found.stages > 2:
-            found = dataclasses.replace(found, stages=found.stages - 1)
-        elif found.keys > LANES and found.units > 1:
-            found = dataclasses.replace(found, units=found.units // 2)
-        elif found.heads > 1:
-            found = dataclasses.replace(found, heads=_divisor(kv_heads, found.heads - 1))
-        else:
+        smaller = _smaller(found, page, kv_heads)
+        if smaller == found:
             break
+        found = smaller
     return found
+
+
+def _smaller(g: Geometry, page: int, kv_heads: int) -> Geometry:
+    """One that holds less, where anything is left to give up."""
+    part = _part(page, max(LANES, g.unit // 2))
+    if g.stages > 2:
+        return dataclasses.replace(g, stages=g.stages - 1)
+    if g.keys > LANES and g.units > 1:
+        return dataclasses.replace(g, units=g.units // 2)
+    if part < g.unit:
+        return dataclasses.replace(g, unit=part, units=1, parts=page // part)
+    return dataclasses.replace(g, heads=_divisor(kv_heads, max(1, g.heads - 1)))
 
 
 def page_bytes(shapes: dict[str, Any], g: Geometry) -> int:

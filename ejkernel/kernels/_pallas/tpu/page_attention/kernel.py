@@ -63,7 +63,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
     g = c.geometry
     program, tile = pl.program_id(0), pl.program_id(1)
     heads = pl.ds(program * g.heads, g.heads)
-
+    # e4m3 is unpacked as another format; see `_widened`.
     mends = k_pages.dtype == jnp.float8_e4m3fn
     stored_unit = STORED_UNIT if mends else 1.0
 
@@ -199,7 +199,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
                         at = begin + lax.broadcasted_iota(jnp.int32, page.shape, 1)
                         pages[slot, unit] = jnp.where((at >= start) & (at < stop), page, 0).astype(pages.dtype)
 
-            lax.fori_loop(0, g.units, unit_of, None)
+            lax.fori_loop(jnp.int32(0), jnp.int32(g.units), unit_of, None)
 
         def attend(slot, base, rows, masked=False, asks=None):
             """A step of the running softmax. The heads' work lies side by side, or each would wait for its own latencies.
@@ -207,7 +207,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
             ``asks``: the first unit of a step of which every unit is asked for beside this work, in scalar slots.
             """
             visible = _visible(c, rows, place, base * g.unit) if masked else None
-            apart = masked and rows > few  # rows see different keys
+            apart = masked and g.tokens > 1 and rows == g.rows  # rows see different keys
             heads, logits, spoilt = range(g.heads), [], []
             for head in heads:
                 if asks is not None:
@@ -275,7 +275,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
             pl.when(pending)(asked)
             state[SLOT] = following(slot, g.stages)
 
-        lax.fori_loop(0, column(tile, STEPS), step_of, None)
+        lax.fori_loop(jnp.int32(0), column(tile, STEPS), step_of, None)
 
         for head in range(g.heads):
             total = jnp.sum(totals[head], 1, keepdims=True)
@@ -341,7 +341,7 @@ def _widened(array: Any, dtype: Any, apart: bool) -> tuple[Any, Any]:
     # The upper bit of a byte is set where the size is not 0.
     mended = jnp.bitwise_and(words, jnp.bitwise_or(sizes + 0x7F7F7F7F, 0x7F7F7F7F))
     found = jnp.bitwise_and(lax.shift_right_logical(_any(sizes + 0x01010101), 7), 0x01010101)
-    nan = jnp.where(jnp.sum(found, 0, keepdims=True) > 0, jnp.nan, 0.0)
+    nan = jnp.where(jnp.sum(found, 0, keepdims=True, dtype=jnp.int32) > 0, jnp.nan, 0.0)
     return pltpu.bitcast(mended, jnp.float8_e4m3b11fnuz).astype(jnp.float32).astype(dtype), nan
 
 
@@ -361,8 +361,10 @@ def _over(lanes: Any, width: int) -> Any:
 
 def _in_lanes(row: Any) -> Any:
     """A row ``[1, columns]`` whose sum is NaN if any of it is, in one row of lanes."""
-    return jnp.sum(row, 1, keepdims=True) if row.shape[1] % LANES else sum(
-        row[:, i : i + LANES] for i in range(0, row.shape[1], LANES)
+    return (
+        jnp.sum(row, 1, keepdims=True)
+        if row.shape[1] % LANES
+        else sum(row[:, i : i + LANES] for i in range(0, row.shape[1], LANES))
     )
 
 
