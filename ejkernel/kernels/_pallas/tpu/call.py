@@ -60,4 +60,6 @@ def launch(
         input_output_aliases=aliases or {},
         **({"interpret": interpret} if interpret else {}),
     )
-    return call(*arrays)
+    # Python's ints are of 32 bits in a kernel, which has no others.
+    with jax.enable_x64(False):
+        return call(*arrays)
