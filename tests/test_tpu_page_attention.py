@@ -139,7 +139,7 @@ def test_other_sizes(name, params, capfd):
 @pytest.mark.slow
 def test_examples_of_a_vmap(capfd):
     """Two examples share the caches; each has tokens, contexts, tables, offsets, sinks and factors of its own."""
-    arrays, options = make("sinks and a cap", scales="own")
+    arrays, options = make("sinks and a cap", scales="own", padding=0)
     order = np.array([1, 3, 0, 2])
     other = {
         **arrays,
@@ -167,7 +167,7 @@ def test_examples_of_a_vmap(capfd):
 @pytest.mark.parametrize("token", [5, 299], ids=["in a full step", "in the last step"])
 def test_a_nan_of_e4m3_that_is_seen_shows(cache, token):
     """Its bits are another number's in the form that hardware unpacks. -0, which is NaN there, is 0."""
-    arrays, _ = make("e4m3 decoding")
+    arrays, _ = make("e4m3", chunks=None)
     page = int(arrays["block_tables"][0, token // 16])
     stored = np.array(arrays[cache]).view(np.uint8)
     stored[page, 0, token % 16, 3] = 0xFF
