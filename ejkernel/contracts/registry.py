@@ -49,6 +49,7 @@ BUILTIN = {
             "ejkernel.kernels._xla.page_attention",
             "ejkernel.kernels._triton.page_attention",
             "ejkernel.kernels._pallas.gpu.page_attention_sm90.attention",
+            "ejkernel.kernels._pallas.tpu.page_attention.attention",
         ),
     ),
     "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),

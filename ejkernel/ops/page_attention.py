@@ -20,12 +20,12 @@ from ejkernel.contracts.call import Call, Cost
 from ejkernel.contracts.params import FwdParams
 from ejkernel.contracts.support import Backend, Platform
 from ejkernel.errors import UnsupportedError
+from ejkernel.kernels.common.page_work import forward_work
 from ejkernel.ops.attention import (
     AttentionChecker,
     Side,
     from_data,
     joined_sinks,
-    nbytes,
     statistics_dtype,
     window_words,
     within,
@@ -341,25 +341,13 @@ class PageAttention(Operation):
 
     def work(self, call: Call) -> Cost:
         """Two products a pair forward, five backward; the pages are read once. Lengths are data: the whole table counts."""
-        query, keys, values = (call.shapes[name] for name in ("query", "key_cache", "value_cache"))
-        examples, tokens, heads, head_dim = query.shape
-        _, blocks, _, block_size, value_dim = values.shape
-        _, batch, max_blocks = call.shapes["block_tables"].shape
-        left = call.spec.left
-        longest = max_blocks * block_size
-        average = -(-tokens // batch)
-        seen = longest if left is None else left + average
-        read_blocks = examples * batch * min(max_blocks, -(-seen // block_size))
-        pages = read_blocks * (nbytes(keys) + nbytes(values)) // blocks
-        small = sum(nbytes(array) for name, array in call.shapes.items() if not name.endswith("_cache"))
-        out_bytes = examples * tokens * heads * value_dim * query.dtype.itemsize
-        # A token sees half of the tokens of its own chunk in the mean.
-        pairs = examples * tokens * heads * max(1, (longest if left is None else left + 1) - (average - 1) // 2)
+        work = forward_work(call.shapes, call.spec.left)
+        head_dim, value_dim = (call.shapes[name].shape[4] for name in ("key_cache", "value_cache"))
         return Cost(
-            flops=2 * pairs * (head_dim + value_dim),
-            bytes=pages + small + out_bytes,
-            backward_flops=2 * pairs * (3 * head_dim + 2 * value_dim),
-            backward_bytes=2 * pages + 2 * small + 2 * out_bytes,
+            flops=work.flops,
+            bytes=work.bytes,
+            backward_flops=2 * work.pairs * (3 * head_dim + 2 * value_dim),
+            backward_bytes=2 * work.bytes,
         )
 
     def sample(self, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:

@@ -133,7 +133,30 @@ def _written(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array, 
 
 def _scattered(cache: Array, stored: Array, at: tuple[Array, Array]) -> Array:
     blocks, slots = at
-    return cache.at[blocks, :, slots].set(stored, mode="drop", unique_indices=True)
+    # One index a token and a head, and heads as a batch: with slices over all heads a TPU's compiler turns the cache over, which copies it;
+    # with heads as indices a mesh's devices that share them would gather the tokens.
+    at = jnp.broadcast_to(jnp.stack([blocks, slots], -1)[:, None], (*stored.shape[:2], 2))
+    return lax.scatter(
+        cache,
+        at,
+        stored,
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(2,),
+            inserted_window_dims=(0, 2),
+            scatter_dims_to_operand_dims=(0, 2),
+            operand_batching_dims=(1,),
+            scatter_indices_batching_dims=(1,),
+        ),
+        unique_indices=True,
+        mode="drop",
+    )
+
+
+def _as_bytes(cache: Array, stored: Array, at: tuple[Array, Array]) -> Array:
+    """A CPU's compiler converts all of a float8 array to float16 and back for a scatter, which takes seven times as long and need not
+    keep a NaN's bits; a TPU's copies an array to see it as bytes."""
+    pages, stored = (lax.bitcast_convert_type(array, jnp.uint8) for array in (cache, stored))
+    return lax.bitcast_convert_type(_scattered(pages, stored, at), cache.dtype)
 
 
 @jax.custom_jvp
@@ -144,10 +167,9 @@ def _quantised(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array
         return _scattered(cache, jnp.clip(jnp.round(jnp.nan_to_num(x, nan=0.0)), -127, 127).astype(jnp.int8), at)
     largest = float(jnp.finfo(cache.dtype).max)
     stored = jnp.clip(x, -largest, largest).astype(cache.dtype)
-    # As bytes: a CPU's compiler converts all of a float8 array to float16 and back for a scatter, which takes seven times
-    # as long and need not keep a NaN's bits.
-    pages, stored = (lax.bitcast_convert_type(array, jnp.uint8) for array in (cache, stored))
-    return lax.bitcast_convert_type(_scattered(pages, stored, at), cache.dtype)
+    return lax.platform_dependent(
+        cache, stored, cpu=lambda *pair: _as_bytes(*pair, at), default=lambda *pair: _scattered(*pair, at)
+    )
 
 
 @_quantised.defjvp

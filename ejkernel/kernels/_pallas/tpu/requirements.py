@@ -11,8 +11,13 @@ import jax
 from ejkernel.contracts.device import DeviceInfo
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "jax.experimental.pallas": ("BlockSpec", "CostEstimate", "ds", "multiple_of", "pallas_call", "program_id", "when"),
-    "jax.experimental.pallas.tpu": ("CompilerParams", "PrefetchScalarGridSpec", "VMEM"),
+    "jax.experimental.pallas": (
+        *("ANY", "BlockSpec", "Buffered", "CostEstimate", "ds", "multiple_of"),
+        *("num_programs", "pallas_call", "program_id", "when"),
+    ),
+    "jax.experimental.pallas.tpu": (
+        *("CompilerParams", "HBM", "PrefetchScalarGridSpec", "SMEM", "SemaphoreType.DMA", "VMEM", "make_async_copy"),
+    ),
 }
 
 
