@@ -29,7 +29,7 @@ UNITS = {
     "mib": "MiB", "mem_gb": "GB", "gb": "GB",
     "tflops": "TFLOP/s", "teraflops_per_second": "TFLOP/s", "flops_per_s": "FLOP/s", "flops_per_second": "FLOP/s",
     "terabytes_per_second": "TB/s", "gb_per_s": "GB/s", "bytes_per_s": "B/s", "tokens_per_second": "tokens/s",
-    "ratio": "×",
+    "ratio": "×", "kilocycles": "thousand cycles", "percent": "%",
 }  # fmt: skip
 RELATIVE, ABSOLUTE = "relative error", "absolute error"
 RATIO = re.compile(r"faster.*|gain|time_over_.+|times_the_.+|.+ / .+|.+_slowest_over_fastest(_less_zeros)?")
