@@ -11,8 +11,8 @@ import jax
 from ejkernel.contracts.device import DeviceInfo
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "jax.experimental.pallas": ("CostEstimate", "pallas_call"),
-    "jax.experimental.pallas.tpu": ("CompilerParams",),
+    "jax.experimental.pallas": ("BlockSpec", "CostEstimate", "pallas_call", "when"),
+    "jax.experimental.pallas.tpu": ("CompilerParams", "PrefetchScalarGridSpec", "SMEM", "VMEM"),
 }
 
 

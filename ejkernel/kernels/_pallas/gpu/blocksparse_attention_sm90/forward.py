@@ -14,7 +14,6 @@ from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.block import CONSUM
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import any_masked, unseen_keys
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import effective
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward import any_in_step, launch
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import with_narrow_ids
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     ROWS,
     WARPS_PER_WARPGROUP,
@@ -25,6 +24,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     statics,
 )
 from ejkernel.kernels.common.block_lists import block_kinds, list_blocks
+from ejkernel.kernels.common.unseen import with_narrow_ids
 from ejkernel.kernels.common.visibility import Walk
 
 

@@ -19,7 +19,6 @@ from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import b
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single_kernel
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.gradients import kernel_inputs
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import with_narrow_ids
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     BACKWARD_CONSUMERS,
     ROWS,
@@ -30,6 +29,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
 from ejkernel.kernels.common.block_lists import block_kinds
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import sink_gradient, softmax_residuals
+from ejkernel.kernels.common.unseen import with_narrow_ids
 
 
 def backward(
