@@ -191,7 +191,14 @@ def logits(
 
     ``mask``: False where every query sees every key, True for whatever decides, a pattern where that is all that decides.
     """
-    s = base_logits(c, product)
+    return finished_logits(c, refs, place, queries, keys, base_logits(c, product), mask)
+
+
+def finished_logits(
+    c: Terms, refs: dict[str, Any], place: Place, queries: slice, keys: slice, base: Array, mask: bool | Pattern
+) -> Array:
+    """The same from ``base_logits``."""
+    s = base
     if "bias" in c.names:
         s = s + _of_pairs(refs["bias"], c.bias, queries, keys) * LOG2E
     seen = seen_pairs(c, refs, place, queries, keys, mask)
