@@ -62,3 +62,8 @@ def vmem_bytes(shapes: dict[str, Any], rows: int, keys: int) -> int:
         if name in shapes and min(shapes[name].shape[2:]) > 1
     )
     return blocks + pairs + 4 * value_dim * rows + 6 * 4 * rows * min(keys, 512)
+
+
+def query_part(rows: int) -> int:
+    """The queries whose logits are computed at a time: a part of a block's."""
+    return next(part for part in (512, 384, 256, 128) if rows % part == 0)
