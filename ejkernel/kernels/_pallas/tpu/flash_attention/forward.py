@@ -65,7 +65,7 @@ def run(
         sinks,
         optional,
         generation=generation_of(device),
-        costs=_costs(arrays, spec),
+        costs=costs(arrays, spec),
         interpret=interpret,
     )
     return out.transpose(0, 3, 1, 2), lse[:, :, 0]
@@ -86,7 +86,7 @@ def _without_unseen_values(arrays: dict[str, Array], spec: Any) -> dict[str, Arr
     return {**arrays, "value": jnp.where(seen[..., None, None], value, 0)}
 
 
-def _costs(arrays: dict[str, Array], spec: Any) -> dict[str, int]:
+def costs(arrays: dict[str, Array], spec: Any) -> dict[str, int]:
     """What the compiler is told: two products a pair that causality and the window leave, every array once."""
     query, value = arrays["query"], arrays["value"]
     start, stop = intervals(spec.window, query.shape[1], value.shape[1])
