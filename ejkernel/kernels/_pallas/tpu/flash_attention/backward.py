@@ -132,7 +132,7 @@ def call(
     gradients so far, which the results take the place of.
     """
     query, key, value = tensors[:3]
-    batch, heads, q_len, dim = query.shape
+    batch, heads, _, dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[3]
     span_keys = c.minors * c.kv_block
 
@@ -304,7 +304,7 @@ def _tile(
     q, do = q_ref[0, 0, queries, :], do_ref[0, 0, queries, :]
     k, v = k_ref[0, 0, keys, :], v_ref[0, 0, keys, :]
     lse, slope = rows_ref[0, 0, 0:1, queries], rows_ref[0, 0, 1:2, queries]
-    weights, ds, kept = gradient_of_logits(c.terms, optional, place, queries, keys, mask, q, k, v, do, lse, slope)
+    ds, kept = gradient_of_logits(c.terms, optional, place, queries, keys, mask, q, k, v, do, lse, slope)
     ds = ds.astype(k.dtype)
     if c.keys:
         dk_sum, dv_sum = key_sums
@@ -329,11 +329,11 @@ def gradient_of_logits(
     lse: Array,
     slope: Array,
     capped: bool = True,
-) -> tuple[Array, Array, Array]:
-    """Weights, the gradient of logits, and the weights that dropout keeps, ``[keys, queries]`` in float32.
+) -> tuple[Array, Array]:
+    """The gradient of logits, and the weights that dropout keeps, ``[keys, queries]`` in float32.
 
     The gradient is that of the products of queries and keys, without the scale; with ``capped`` False, that of the logits behind
-    the cap. With dropout ``slope`` is to be multiplied by ``1 - p``, and so are the results, those of the weights excepted.
+    the cap. With dropout ``slope`` comes multiplied by ``1 - p``, and so are both results.
     """
     base = base_logits(c, product(k, q, BY_ROWS))
     s = finished_logits(c, optional, place, queries, keys, base, mask)
@@ -351,4 +351,4 @@ def gradient_of_logits(
     if c.cap is not None and capped:
         tanh = base * (1 / (c.cap * LOG2E))
         ds = ds * (1 - tanh * tanh)
-    return weights, ds, kept
+    return ds, kept

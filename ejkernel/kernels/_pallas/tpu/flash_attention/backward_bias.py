@@ -185,7 +185,7 @@ def _kernel(c: BiasConfig, major, minor, flags, *refs: Any) -> None:
             q, k, v, do = (ref[0, 0] for ref in tensors[:4])
             lse, slope = tensors[4][0, 0, 0:1], tensors[4][0, 0, 1:2]
             everything = slice(0, c.q_block), slice(0, c.kv_block)
-            _, ds, _ = gradient_of_logits(
+            ds, _ = gradient_of_logits(
                 c.terms, optional, place, *everything, mask, q, k, v, do, lse, slope, capped=False
             )
             if not c.own[3]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ejkernel.contracts.params import BwdParams
@@ -46,7 +47,7 @@ def spans(shapes: dict[str, Any], rows: int, keys: int, device: Any) -> int:
     """Into how many spans the keys are cut, so that vector memory holds the gradients of one; of these blocks."""
     room = generation_of(device).vmem_bytes - step_bytes(shapes, rows, keys)
     blocks = max(1, room // span_bytes(shapes, keys))
-    return -(-(-(-shapes["key"].shape[1] // keys)) // blocks)
+    return math.ceil(math.ceil(shapes["key"].shape[1] / keys) / blocks)
 
 
 def whole(size: int, up: bool = False) -> int:

@@ -104,18 +104,6 @@ class _Call:
         """What decides logits beside the products."""
         return inputs(self.terms, self.arrays, self.spec, self.rows, self.keys)
 
-    def costs(self, head_dims: int, launches: int = 1) -> dict[str, int]:
-        """What the compiler is told: products over so many dims a visible pair, and each array twice."""
-        query, value = self.arrays["query"], self.arrays["value"]
-        start, stop = intervals(self.spec.window, query.shape[1], value.shape[1])
-        pairs = query.shape[0] * query.shape[2] * int((stop - start).sum(dtype=np.int64))
-        size = sum(x.size * x.dtype.itemsize for x in (*self.arrays.values(), self.dout))
-        return {
-            "flops": 2 * pairs * head_dims // launches,
-            "transcendentals": pairs // launches,
-            "bytes_accessed": 2 * size // launches,
-        }
-
     def tensor_gradients(self, wanted: frozenset[str]) -> dict[str, Array]:
         """Of query, key and value, those that are wanted."""
         query, key, value = (self.arrays[name] for name in ("query", "key", "value"))
@@ -145,7 +133,7 @@ class _Call:
             keys=bool(wanted & {"key", "value"}),
         )
         tensors, optional = self.tensors(minors * self.keys), self.optional()
-        costs = self.costs(3 * query.shape[3] + 2 * value.shape[3], count)
+        told = costs(self.arrays, self.spec, self.dout, 3 * query.shape[3] + 2 * value.shape[3], count)
 
         def run(lists: Lists, span: Any, sums: list[Array]) -> list[Array]:
             return kernel.call(
@@ -156,7 +144,7 @@ class _Call:
                 optional,
                 sums,
                 generation=self.generation,
-                costs=costs,
+                costs=told,
                 interpret=self.interpret,
             )
 
@@ -203,9 +191,22 @@ class _Call:
             self.optional(),
             bias,
             generation=self.generation,
-            costs=self.costs(query.shape[3] + value.shape[3]),
+            costs=costs(self.arrays, self.spec, self.dout, query.shape[3] + value.shape[3]),
             interpret=self.interpret,
         )
+
+
+def costs(arrays: dict[str, Array], spec: Any, dout: Array, head_dims: int, launches: int = 1) -> dict[str, int]:
+    """What the compiler is told of a launch: products over so many dims a visible pair, every array and its gradient once."""
+    batch, q_len, heads, _ = arrays["query"].shape
+    start, stop = intervals(spec.window, q_len, arrays["key"].shape[1])
+    pairs = batch * heads * int((stop - start).sum(dtype=np.int64))
+    size = sum(x.size * x.dtype.itemsize for x in (*arrays.values(), dout))
+    return {
+        "flops": 2 * pairs * head_dims // launches,
+        "transcendentals": pairs // launches,
+        "bytes_accessed": 2 * size // launches,
+    }
 
 
 def _padded(x: Array, axis: int, step: int) -> Array:
