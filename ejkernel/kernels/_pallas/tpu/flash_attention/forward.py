@@ -13,6 +13,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention.forward_kernel import Config, 
 from ejkernel.kernels._pallas.tpu.flash_attention.parameters import query_part
 from ejkernel.kernels._pallas.tpu.flash_attention.plan import (
     MASKED,
+    MOST_PATTERNS,
     WHOLE,
     block_kinds,
     key_intervals,
@@ -50,7 +51,7 @@ def run(
         kv_block=params.kv_blocksize,
         q_part=query_part(params.q_blocksize),
         kv_part=params.blocksize_keys,
-        masked=not known or bool((kinds == MASKED).any()),
+        masked=bool((kinds == MASKED).any()) if known else len(patterns) in (0, MOST_PATTERNS),
         whole=not known or bool((kinds == WHOLE).any()),
         patterns=patterns,
         sinks="softmax_aux" in arrays,

@@ -28,7 +28,7 @@ MOST_PATTERNS = 4
 
 
 class Pattern(NamedTuple):
-    """Which keys a window leaves in a pair of blocks: of query ``q`` those with ``q + low <= k < q + high`` and ``k < keys``.
+    """Which keys the window and the lengths leave in a pair of blocks: of query ``q`` those with ``q + low <= k < q + high`` and ``k < keys``.
 
     All count from the first of their block; None is unbounded. ``queries``: how many rows the block of queries has, None if it
     is full.
@@ -150,9 +150,16 @@ def block_kinds(arrays: dict[str, Array], spec: Any, q_block: int, kv_block: int
 def with_patterns(
     kinds: Any, arrays: dict[str, Array], spec: Any, q_block: int, kv_block: int, partial_rows: bool = False
 ) -> tuple[Any, tuple[Pattern, ...]]:
-    """The table with static patterns in place of ``MASKED``, and the patterns; as it is where data decides."""
-    if not isinstance(kinds, np.ndarray) or "attention_mask" in arrays:
+    """The table with patterns of the window in place of ``MASKED``, and the patterns.
+
+    Segments and masks, of pairs or of blocks, hide more than a pattern; then one may have no bounds. If there are fewer patterns than
+    ``MOST_PATTERNS``, nothing is left ``MASKED``. Intervals from data have none.
+    """
+    if "kv_start" in arrays:
         return kinds, ()
+    by_data = bool({"q_segment_ids", "attention_mask", "block_bits"} & arrays.keys())
+    plain = {name: arrays[name] for name in ("query", "key")}
+    table = block_kinds(plain, spec, q_block, kv_block, partial_rows)[0, 0] if by_data else kinds[0, 0]
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
     left, right = spec.window
 
@@ -164,16 +171,17 @@ def with_patterns(
             high=None if right is None else offset + right + 1,
             keys=left_keys if left_keys < kv_block else None,
             queries=left_rows if left_rows < q_block and not partial_rows else None,
-        )
+        ).bounding(slice(0, q_block), slice(0, kv_block))
 
-    at = [tuple(map(int, index)) for index in np.argwhere(kinds[0, 0] == MASKED)]
-    of = {index: pattern(*index).bounding(slice(0, q_block), slice(0, kv_block)) for index in at}
+    at = [tuple(map(int, index)) for index in np.argwhere(table != HIDDEN if by_data else table == MASKED)]
+    of = {index: pattern(*index) for index in at}
     patterns = tuple(found for found, _ in Counter(of.values()).most_common(MOST_PATTERNS))
-    kinds = kinds.copy()
+    table = np.full_like(table, MASKED)
     for index, found in of.items():
         if found in patterns:
-            kinds[0, 0][index] = PATTERN + patterns.index(found)
-    return kinds, patterns
+            table[index] = PATTERN + patterns.index(found)
+    xp = np if isinstance(kinds, np.ndarray) else jnp
+    return xp.where(kinds == MASKED, table, kinds), patterns
 
 
 def list_steps(kinds: Any, by_keys: bool = False) -> Steps:

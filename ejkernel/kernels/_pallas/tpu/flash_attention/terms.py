@@ -49,6 +49,8 @@ class Terms:
         names: the optional arrays that kernels read, in their order.
         bias, mask: which of their axes, batch, head, query, key, are there; None without.
         shared_intervals: whether all batch entries have the same ones.
+        bits: whether batch entries, and heads, have masks of blocks of their own; None without.
+        bit_keys: how many keys a bit of such a mask stands for.
     """
 
     scale: float
@@ -62,15 +64,20 @@ class Terms:
     bias: tuple[bool, ...] | None
     mask: tuple[bool, ...] | None
     shared_intervals: bool
+    bits: tuple[bool, ...] | None = None
+    bit_keys: int = 0
 
     @property
     def by_data(self) -> bool:
         """Whether anything but the window masks."""
-        return any(name in self.names for name in ("start", "q_ids", "mask"))
+        return any(name in self.names for name in ("start", "q_ids", "mask", "bits"))
 
 
 def terms_of(arrays: dict[str, Array], spec: Any) -> Terms:
-    """Of a call of ``flash_attention``."""
+    """Of a call of ``flash_attention``, or of ``blocksparse_attention``, whose ``block_bits`` are its mask.
+
+    ``block_bits``: int32 ``[B|1, H|1, blocks of keys, 1, queries]``; a bit says whether a query sees the next ``bit_keys`` keys.
+    """
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
     packed, dropped = "kv_start" in arrays, "dropout_key" in arrays
     left, right = (None, None) if packed else spec.window
@@ -85,6 +92,7 @@ def terms_of(arrays: dict[str, Array], spec: Any) -> Terms:
         "kv_ids": "q_segment_ids" in arrays,
         "bias": "bias" in arrays,
         "mask": "attention_mask" in arrays,
+        "bits": "block_bits" in arrays,
         "dropout_key": dropped,
     }
     return Terms(
@@ -100,6 +108,8 @@ def terms_of(arrays: dict[str, Array], spec: Any) -> Terms:
         bias=axes("bias"),
         mask=axes("attention_mask"),
         shared_intervals=packed and arrays["kv_start"].shape[0] == 1,
+        bits=axes("block_bits")[:2] if "block_bits" in arrays else None,
+        bit_keys=spec.grid.sizes[1] if "block_bits" in arrays else 0,
     )
 
 
@@ -125,6 +135,8 @@ def inputs(c: Terms, arrays: dict[str, Array], spec: Any, q_block: int, kv_block
         made["bias"] = _by_query_row(arrays["bias"])
     if "mask" in c.names:
         made["mask"] = _by_query_row(arrays["attention_mask"].astype(jnp.int8))
+    if "bits" in c.names:
+        made["bits"] = arrays["block_bits"]
     if "dropout_key" in c.names:
         made["dropout_key"] = lax.bitcast_convert_type(arrays["dropout_key"], jnp.int32)
     return [made[name] for name in c.names]
@@ -163,6 +175,11 @@ def block_specs(
         sides = (q_block if by_query else 1), (kv_block if by_key else 1)
         return pl.BlockSpec((1, 1, *(sides if by_key else (1, sides[0]))), index)
 
+    def of_bits(*grid):
+        b, h, i, j = at(*grid)
+        by_batch, by_head = c.bits
+        return b if by_batch else 0, h if by_head else 0, j, 0, i
+
     made = {
         "start": lambda: row(True, c.shared_intervals),
         "stop": lambda: row(True, c.shared_intervals),
@@ -170,6 +187,7 @@ def block_specs(
         "kv_ids": lambda: row(False),
         "bias": lambda: pairs(c.bias),
         "mask": lambda: pairs(c.mask),
+        "bits": lambda: pl.BlockSpec((1, 1, 1, 1, q_block), of_bits),
         "dropout_key": lambda: pl.BlockSpec(memory_space=pltpu.SMEM),
     }
     return [made[name]() for name in c.names]
@@ -189,7 +207,7 @@ def logits(
 ) -> Array:
     """Logits ``[keys, queries]`` in units of log 2, from the product of keys and queries, float32.
 
-    ``mask``: False where every query sees every key, True for whatever decides, a pattern where that is all that decides.
+    ``mask``: False where every query sees every key, True for whatever decides, a pattern in place of the window and lengths.
     """
     return finished_logits(c, refs, place, queries, keys, base_logits(c, product), mask)
 
@@ -218,16 +236,47 @@ def seen_pairs(
     """Booleans ``[keys, queries]``; None where every query sees every key."""
     if mask is False:
         return None
-    found: list[Array] = []
+    found = _in_window(c, place, queries, keys, mask)
+    width = queries.stop - queries.start
+    if "start" in c.names:
+        key = lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, width), 0)
+        start, stop = (refs[name][0, :, queries] - (place.key + keys.start) for name in ("start", "stop"))
+        found += [key >= start, key < stop]
+    if "q_ids" in c.names:
+        found.append(column(refs["kv_ids"][0, :, keys], width) == refs["q_ids"][0, :, queries])
+    if "mask" in c.names:
+        found.append(_of_pairs(refs["mask"], c.mask, queries, keys) != 0)
+    if "bits" in c.names:
+        found.append(refs["bits"][0, 0, 0, :, queries] & _bit_of_key(c, keys, width) != 0)
+    return _every(found)
+
+
+def _bit_of_key(c: Terms, keys: slice, width: int) -> Array:
+    """``[keys, width]``: the bit that stands for a key."""
+    first = keys.start // c.bit_keys
+    key = lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, LANES), 0) + keys.start
+    bit = jnp.full(key.shape, _int32(1 << first), jnp.int32)
+    for n in range(first + 1, -(-keys.stop // c.bit_keys)):
+        bit = jnp.where(key >= n * c.bit_keys, _int32(1 << n), bit)
+    return _across(bit, width)
+
+
+def _int32(x: int) -> int:
+    """Of the same 32 bits."""
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _in_window(c: Terms, place: Place, queries: slice, keys: slice, mask: bool | Pattern) -> list[Array]:
+    """What causality, the window and the lengths leave, if anything is hidden."""
     shape = keys.stop - keys.start, queries.stop - queries.start
-    key = lax.broadcasted_iota(jnp.int32, shape, 0)
+    found: list[Array] = []
     if isinstance(mask, Pattern):
-        if mask.sees(queries, keys):
-            return None
-        query = lax.broadcasted_iota(jnp.int32, shape, 1)
+        of = mask.bounding(queries, keys)
+        if not any(bound is not None for bound in of):
+            return found
+        key, query = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
         apart = key - query
         offset = queries.start - keys.start
-        of = mask.bounding(queries, keys)
         if of.low is not None:
             found.append(apart >= of.low + offset)
         if of.high is not None:
@@ -236,25 +285,20 @@ def seen_pairs(
             found.append(key < of.keys - keys.start)
         if of.queries is not None:
             found.append(query < of.queries - queries.start)
-        return _every(found)
+        return found
+    if "start" in c.names:
+        return found
+    # A row of a bound is compared with an index that no tile need be made of.
+    key = lax.broadcasted_iota(jnp.int32, shape, 0)
     row = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
     first_key = place.key + keys.start
-    if "start" in c.names:
-        start, stop = (refs[name][0, :, queries] - first_key for name in ("start", "stop"))
-        found += [key >= start, key < stop]
-    else:
-        # A row of the bound is compared with an index that no tile need be made of.
-        shift = place.query + queries.start - first_key
-        if c.left is not None:
-            found.append(key >= row + (shift + c.left))
-        end = c.kv_len - first_key
-        stop = jnp.full_like(row, end) if c.right is None else jnp.minimum(row + (shift + c.right), end)
-        found.append(key < stop)
-    if "q_ids" in c.names:
-        found.append(column(refs["kv_ids"][0, :, keys], shape[1]) == refs["q_ids"][0, :, queries])
-    if "mask" in c.names:
-        found.append(_of_pairs(refs["mask"], c.mask, queries, keys) != 0)
-    return _every(found)
+    shift = place.query + queries.start - first_key
+    if c.left is not None:
+        found.append(key >= row + (shift + c.left))
+    end = c.kv_len - first_key
+    stop = jnp.full_like(row, end) if c.right is None else jnp.minimum(row + (shift + c.right), end)
+    found.append(key < stop)
+    return found
 
 
 def kept_pairs(c: Terms, refs: dict[str, Any], place: Place, queries: slice, keys: slice) -> Array:

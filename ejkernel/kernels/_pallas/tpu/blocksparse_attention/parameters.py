@@ -1,0 +1,54 @@
+"""Sizes of the kernel's blocks, which hold several blocks of the mask."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ejkernel.contracts.params import FwdParams
+from ejkernel.kernels._pallas.tpu.flash_attention import parameters as flash
+from ejkernel.kernels._pallas.tpu.generations import LANES
+
+READS = flash.READS
+# Blocks of this side take as long a pair as larger ones, and a mask leaves few larger ones empty.
+SIDE = 512
+# Steps whose list scalar memory holds.
+MOST_STEPS = 8192
+# Keys of a block have a bit each block of the mask.
+BITS = 32
+
+
+def effective(shapes: dict[str, Any], spec: Any, params: FwdParams, device: Any) -> FwdParams:
+    """What was asked for, in whole blocks of the mask and of 128 positions, and no more steps than their list has room for."""
+    units = [
+        LANES if size >= length else math.lcm(size, LANES)
+        for size, length in zip(spec.grid.sizes, spec.grid.lengths, strict=True)
+    ]
+    most = [-(-length // unit) * unit for length, unit in zip(spec.grid.lengths, units, strict=True)]
+    if spec.grid.sizes[1] < spec.grid.lengths[1]:
+        most[1] = min(most[1], max(units[1], BITS * spec.grid.sizes[1] // units[1] * units[1]))
+    asked = (params.q_blocksize or SIDE, params.kv_blocksize or SIDE)
+    sides = [
+        min(largest, max(unit, side // unit * unit)) for side, unit, largest in zip(asked, units, most, strict=True)
+    ]
+    lists = math.prod(shapes["blocks"].start.shape[:2])
+    if "q_segment_ids" in shapes:
+        lists = shapes["blocks"].start.shape[1] * shapes["query"].shape[0]
+
+    def steps() -> int:
+        return lists * math.prod(-(-length // side) for length, side in zip(spec.grid.lengths, sides, strict=True))
+
+    while steps() > MOST_STEPS and sides != most:
+        axis = 0 if sides[1] == most[1] or (sides[0] <= sides[1] and sides[0] < most[0]) else 1
+        sides[axis] = min(most[axis], 2 * sides[axis])
+    part = min(max(LANES, (params.blocksize_keys or SIDE) // LANES * LANES), sides[1])
+    while sides[1] % part:
+        part -= LANES
+    return FwdParams(**dict(zip(READS, (*sides, part), strict=True)))
+
+
+def space(shapes: dict[str, Any], spec: Any, device: Any) -> list[FwdParams]:
+    """Blocks worth timing."""
+    asked = [(SIDE, SIDE), (2 * SIDE, SIDE), (2 * SIDE, 2 * SIDE), (SIDE // 2, SIDE)]
+    params = [FwdParams(q_blocksize=rows, kv_blocksize=keys) for rows, keys in asked]
+    return list(dict.fromkeys(effective(shapes, spec, x, device) for x in params))
