@@ -16,6 +16,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention.backward_parameters import eff
 from ejkernel.kernels._pallas.tpu.flash_attention.backward_steps import Lists, make_lists, make_span_lists
 from ejkernel.kernels._pallas.tpu.flash_attention.plan import (
     MASKED,
+    MOST_PATTERNS,
     WHOLE,
     block_kinds,
     key_intervals,
@@ -125,7 +126,8 @@ class _Call:
             majors=kinds.shape[2],
             minors=minors,
             room=lists.major.shape[-1] // (kinds.shape[0] * kinds.shape[1]),
-            masked=not known or bool((kinds == MASKED).any()),
+            # Unless patterns stand for all that is masked.
+            masked=bool((kinds == MASKED).any()) if known else not 0 < len(patterns) < MOST_PATTERNS,
             whole=not known or bool((kinds == WHOLE).any()),
             patterns=patterns,
             adds=count > 1,
