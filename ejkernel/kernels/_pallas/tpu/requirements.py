@@ -11,8 +11,11 @@ import jax
 from ejkernel.contracts.device import DeviceInfo
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "jax.experimental.pallas": ("BlockSpec", "CostEstimate", "pallas_call", "when"),
-    "jax.experimental.pallas.tpu": ("CompilerParams", "PrefetchScalarGridSpec", "SMEM", "VMEM"),
+    "jax.experimental.pallas": (
+        *("BlockSpec", "Buffered", "CostEstimate", "ds", "multiple_of"),
+        *("num_programs", "pallas_call", "program_id", "when"),
+    ),
+    "jax.experimental.pallas.tpu": ("CompilerParams", "HBM", "PrefetchScalarGridSpec", "SMEM", "VMEM"),
 }
 
 
