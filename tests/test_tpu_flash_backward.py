@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import test_tpu_blocksparse as blocksparse
 from conftest import bound
 from jax.experimental.pallas import tpu as pltpu
 from lanes import some
@@ -18,6 +19,7 @@ from test_tpu_flash_attention import CALLS, LARGE, LONG, TPU_ENVIRONMENT, abstra
 from tolerances import assert_close
 
 from ejkernel import BwdParams, FwdParams, kernel_registry
+from ejkernel.kernels._pallas.tpu.blocksparse_attention import gradients as blocksparse_module
 from ejkernel.kernels._pallas.tpu.flash_attention import backward_parameters as parameters
 from ejkernel.kernels._pallas.tpu.flash_attention import backward_steps as steps
 from ejkernel.kernels._pallas.tpu.flash_attention import gradients as module
@@ -185,6 +187,37 @@ def test_the_wanted_gradients_alone(wanted):
     assert grads.keys() == wanted
     for name, grad in grads.items():
         np.testing.assert_array_equal(grad, every[name])
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", blocksparse.CALLS)
+def test_blocksparse_attention(name, capfd):
+    import jax._src.pallas.mosaic.interpret.interpret_pallas_call as interpreter
+
+    shape, mask, side, options, sizes = blocksparse.CALLS[name]
+    arrays = inputs(**{"q_len": 600, "kv_len": 600, **shape})
+    prepared, spec = blocksparse.prepare(arrays, mask, side, options)
+    out, lse = blocksparse.expected(arrays, mask, side, options)
+    rng = np.random.default_rng(1)
+    dout = jnp.asarray(rng.standard_normal(out.shape), arrays[0].dtype)
+    dlse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
+    wanted = frozenset({"query", "key", "value", "softmax_aux"} & prepared.keys())
+    params = BwdParams(**dict(zip(parameters.READS, sizes, strict=True)))
+    interpret = pltpu.InterpretParams(detect_races=True)
+
+    @jax.jit
+    def run(prepared, *rest):
+        return blocksparse_module.backward(prepared, spec, params, *rest, wanted, interpret=interpret)
+
+    residuals = jnp.asarray(out, arrays[0].dtype), jnp.asarray(lse, jnp.float32)
+    grads = jax.block_until_ready(run(prepared, *residuals, dout, dlse))
+    assert not interpreter.races.races_found
+    assert "non-zero" not in "".join(capfd.readouterr())
+    (*_, exact) = blocksparse.expected(arrays, mask, side, {**options, "dout": dout, "dlse": dlse})
+    assert all(np.any(x) for x in exact.values())
+    for key, grad in grads.items():
+        assert_close(np.reshape(grad, exact[key].shape), exact[key], str(arrays[0].dtype), gradient=True, what=key)
 
 
 @pytest.mark.parametrize("spans", some([1, 2, 3], 2))

@@ -6,19 +6,18 @@ from typing import Any, ClassVar
 
 from jax import Array
 
-from ejkernel.contracts.params import FwdParams
+from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.support import HeadDims
-from ejkernel.kernels._pallas.tpu.blocksparse_attention import parameters
+from ejkernel.kernels._pallas.tpu.blocksparse_attention import backward_parameters, parameters
 from ejkernel.kernels._pallas.tpu.registering import register
 
 
 class PallasBlockSparseAttention:
-    """The implementation for TPUs: a forward, whose residuals any backward takes."""
+    """The implementation for TPUs."""
 
     name = "blocksparse-tpu"
     version = 1
-    residuals = True
-    reads: ClassVar = {"forward": parameters.READS}
+    reads: ClassVar = {"forward": parameters.READS, "backward": backward_parameters.READS}
 
     @staticmethod
     def forward(arrays, spec, params, *, device: Any = None, interpret: Any = False) -> tuple[Array, Array]:
@@ -28,23 +27,36 @@ class PallasBlockSparseAttention:
         return forward(arrays, spec, params, device=device, interpret=interpret)
 
     @staticmethod
-    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams:
+    def backward(
+        arrays, spec, params, out, lse, dout, dlse, wanted, *, device: Any = None, interpret: Any = False
+    ) -> dict[str, Array]:
+        """The wanted gradients; see ``gradients``."""
+        from ejkernel.kernels._pallas.tpu.blocksparse_attention.gradients import backward
+
+        return backward(arrays, spec, params, out, lse, dout, dlse, wanted, device=device, interpret=interpret)
+
+    @staticmethod
+    def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Blocks where nothing was tuned."""
+        if direction == "backward":
+            return backward_parameters.effective(shapes, spec, BwdParams(), device)
         return parameters.effective(shapes, spec, FwdParams(), device)
 
     @staticmethod
-    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams]:
+    def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams] | list[BwdParams]:
         """Blocks worth timing."""
-        return parameters.space(shapes, spec, device)
+        return (backward_parameters if direction == "backward" else parameters).space(shapes, spec, device)
 
     @staticmethod
-    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams:
+    def effective(shapes: dict[str, Any], spec: Any, params: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """The blocks that run if these parameters are asked for."""
-        return parameters.effective(shapes, spec, params, device)
+        of = backward_parameters if direction == "backward" else parameters
+        return of.effective(shapes, spec, params, device)
 
 
 register(
     "blocksparse_attention",
     head_dims=HeadDims(at_most=256),
     features={"causal", "window", "soft_cap", "segments", "sinks", "gqa", "value_dim", "cross", "head_masks", "lse"},
+    gradients={"query", "key", "value", "softmax_aux"},
 )(PallasBlockSparseAttention)

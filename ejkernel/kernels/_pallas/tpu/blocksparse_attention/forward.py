@@ -19,10 +19,20 @@ def forward(
     arrays: dict[str, Any], spec: Any, params: FwdParams, *, device: Any = None, interpret: Any = False
 ) -> tuple[Array, Array]:
     """Output ``[B, Sq, H, Dv]`` and lse ``[B, H, Sq]``; ``interpret``: parameters of Pallas' interpreter."""
+    arrays, kinds, patterns = planned(arrays, spec, params.q_blocksize, params.kv_blocksize, ("value",))
+    return run(arrays, spec, params, kinds, patterns, device=device, interpret=interpret)
+
+
+def planned(
+    arrays: dict[str, Any], spec: Any, q_block: int, kv_block: int, cleared: tuple[str, ...]
+) -> tuple[dict[str, Any], Any, tuple]:
+    """The arrays with ``block_bits`` in place of the mask's lists, the kinds of the kernel's blocks, and the patterns of those.
+
+    ``cleared``: the arrays in which zeros are to be where no query sees a key.
+    """
     (q_len, kv_len), (q_size, kv_size) = spec.grid.lengths, spec.grid.sizes
-    q_block, kv_block = params.q_blocksize, params.kv_blocksize
     kept = block_kinds(arrays["blocks"], -(-kv_len // kv_size)) > 0
-    arrays = {**arrays, "value": _without_unseen_values(arrays, spec, kept)}
+    arrays = {**arrays, **_without_unseen(arrays, spec, kept, cleared)}
     arrays.pop("blocks")
     # By query, and by block of keys of the mask, of which whole blocks of the kernel.
     rows = np.minimum(np.arange(-(-q_len // q_block) * q_block), q_len - 1) // q_size
@@ -35,26 +45,25 @@ def forward(
     by_block = by_block.reshape(*kept.shape[:3], blocks, a_block)
     bits = (by_block.astype(jnp.uint32) << jnp.arange(a_block, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
     arrays["block_bits"] = bits.astype(jnp.int32).swapaxes(2, 3)[..., None, rows]
-    kinds = _kinds(arrays, spec, by_block[:, :, rows].reshape(*kept.shape[:2], -1, q_block, blocks, a_block), params)
-    kinds, patterns = plan.with_patterns(kinds, arrays, spec, q_block, kv_block, partial_rows=True)
-    return run(arrays, spec, params, kinds, patterns, device=device, interpret=interpret)
+    seen = by_block[:, :, rows].reshape(*kept.shape[:2], -1, q_block, blocks, a_block)
+    kinds = _kinds(seen, plan.block_kinds(arrays, spec, q_block, kv_block, partial_rows=True))
+    return arrays, *plan.with_patterns(kinds, arrays, spec, q_block, kv_block, partial_rows=True)
 
 
-def _kinds(arrays: dict[str, Any], spec: Any, seen: Array, params: FwdParams) -> Array:
+def _kinds(seen: Array, of_window: Any) -> Array:
     """Of the kernel's blocks; ``seen [B|1, H|1, blocks of queries, queries, blocks of keys, blocks of the mask]``."""
-    of_window = plan.block_kinds(arrays, spec, params.q_blocksize, params.kv_blocksize, partial_rows=True)
     some, every = seen.any((3, 5)), seen.all((3, 5))
     whole = every & (of_window == plan.WHOLE)
     some = some & (of_window != plan.HIDDEN)
     return jnp.where(whole, plan.WHOLE, jnp.where(some, plan.MASKED, plan.HIDDEN)).astype(jnp.int8)
 
 
-def _without_unseen_values(arrays: dict[str, Any], spec: Any, kept: Array) -> Array:
-    """Zeros for values that no query sees: they may be NaN, which a weight of 0 does not hide."""
+def _without_unseen(arrays: dict[str, Any], spec: Any, kept: Array, names: tuple[str, ...]) -> dict[str, Array]:
+    """Zeros for what no query sees: it may be NaN, which a weight of 0 does not hide."""
     value, kv_size = arrays["value"], spec.grid.sizes[1]
     unseen = unseen_keys(arrays, spec)
     seen = jnp.repeat(kept.any(2), kv_size, 2)[..., : value.shape[1]] if unseen is None else ~unseen
     heads, kv_heads = arrays["query"].shape[2], value.shape[2]
     seen = jnp.broadcast_to(seen, (seen.shape[0], heads, seen.shape[2]))
     seen = seen.reshape(seen.shape[0], kv_heads, heads // kv_heads, -1).any(2)
-    return jnp.where(seen.swapaxes(1, 2)[..., None], value, 0)
+    return {name: jnp.where(seen.swapaxes(1, 2)[..., None], arrays[name], 0) for name in names}

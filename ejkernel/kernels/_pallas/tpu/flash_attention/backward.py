@@ -49,6 +49,8 @@ BY_ROWS = (((1,), (1,)), ((), ()))
 PLAIN = (((1,), (0,)), ((), ()))
 # Rows that are cleared or rounded at a time.
 CHUNK = 128
+# The side of the largest tile whose logits are computed at once.
+LARGEST_TILE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Config:
 
     Attributes:
         terms: of its logits.
-        group: query heads of a key head.
+        heads, group: query heads, and those of a key head.
         q_block, kv_block: of a step.
         part: the side of a tile of a masked step.
         own_batches, own_heads: whether batch entries, and heads, have lists of their own.
@@ -72,6 +74,7 @@ class Config:
     """
 
     terms: Terms
+    heads: int
     group: int
     q_block: int
     kv_block: int
@@ -102,7 +105,7 @@ class Config:
         head = kv_head * self.group + g
         own = b if self.own_batches else 0
         if self.own_heads:
-            own = own * (pl.num_programs(1) * self.group) + head
+            own = own * self.heads + head
         t = own * self.room + t
         return b, head, major[t], span[0] * self.minors + minor[t], flags[t]
 
@@ -248,7 +251,8 @@ def _kernel(c: Config, *refs: Any) -> None:
         @pl.when((flags >> KIND_SHIFT) == kind)
         def _step(mask=mask):
             # A pattern hides whole tiles, or nothing of one; what else masks is known to the device alone.
-            rows, keys = (min(c.part, size) if isinstance(mask, Pattern) else size for size in (c.q_block, c.kv_block))
+            most = c.part if isinstance(mask, Pattern) else LARGEST_TILE
+            rows, keys = (min(most, size) for size in (c.q_block, c.kv_block))
             key_columns = tensors[1][0, 0].T if c.queries else None
             for k in range(0, c.kv_block, keys):
                 for q in range(0, c.q_block, rows):

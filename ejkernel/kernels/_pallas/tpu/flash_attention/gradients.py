@@ -58,9 +58,10 @@ def backward(
     rest = arrays, spec, dout, finite_lse, slope, device, interpret
     grads = {}
     if wanted & {"query", "key", "value"}:
-        grads = _Call(*blocks, *rest).tensor_gradients(wanted)
+        call = Call(*blocks, *rest)
+        grads = call.tensor_gradients(wanted, *with_patterns(call.kinds, arrays, spec, *blocks, call.partial_rows))
     if "bias" in wanted:
-        grads["bias"] = _Call(*(min(block, BIAS_BLOCK) for block in blocks), *rest).bias_gradient()
+        grads["bias"] = Call(*(min(block, BIAS_BLOCK) for block in blocks), *rest).bias_gradient()
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(arrays["softmax_aux"], finite_lse, slope)
     return {name: grads[name] for name in wanted}
@@ -80,7 +81,7 @@ def _without_unseen(arrays: dict[str, Array], spec: Any) -> dict[str, Array]:
     return {**arrays, **{name: jnp.where(seen, arrays[name], 0) for name in ("key", "value")}}
 
 
-class _Call:
+class Call:
     """A call's arrays as a kernel with these blocks of queries and keys reads them."""
 
     def __init__(self, rows, keys, arrays, spec, dout, finite_lse, slope, device, interpret) -> None:
@@ -92,7 +93,11 @@ class _Call:
         self.by_row = _padded(jnp.stack([finite_lse * LOG2E, slope * (1 - self.terms.dropout)], 2), 3, self.rows)
         bias = arrays.get("bias")
         self.partial_rows = bias is None or bias.shape[2] == 1
-        self.kinds = block_kinds(arrays, spec, self.rows, self.keys, partial_rows=self.partial_rows)
+
+    @property
+    def kinds(self) -> Any:
+        """Of blocks, see ``plan.block_kinds``."""
+        return block_kinds(self.arrays, self.spec, self.rows, self.keys, partial_rows=self.partial_rows)
 
     def tensors(self, key_step: int) -> list[Array]:
         """Query, key, value, the output's cotangent, ``[B, H, S, D]`` in whole blocks, and the rows."""
@@ -105,18 +110,16 @@ class _Call:
         """What decides logits beside the products."""
         return inputs(self.terms, self.arrays, self.spec, self.rows, self.keys)
 
-    def tensor_gradients(self, wanted: frozenset[str]) -> dict[str, Array]:
-        """Of query, key and value, those that are wanted."""
+    def tensor_gradients(self, wanted: frozenset[str], kinds: Any, patterns: tuple) -> dict[str, Array]:
+        """Of query, key and value, those that are wanted; from a table of kinds of blocks, with patterns."""
         query, key, value = (self.arrays[name] for name in ("query", "key", "value"))
-        kinds, patterns = with_patterns(
-            self.kinds, self.arrays, self.spec, self.rows, self.keys, partial_rows=self.partial_rows
-        )
         count = spans(self.arrays, self.rows, self.keys, self.device)
         minors = -(-kinds.shape[3] // count)
         lists = make_lists(kinds) if count == 1 else make_span_lists(kinds, count)
         known = isinstance(kinds, np.ndarray)
         c = kernel.Config(
             terms=self.terms,
+            heads=query.shape[2],
             group=query.shape[2] // key.shape[2],
             q_block=self.rows,
             kv_block=self.keys,
@@ -172,9 +175,9 @@ class _Call:
     def bias_gradient(self) -> Array:
         """In the bias's shape and dtype."""
         query, value, bias = (self.arrays[name] for name in ("query", "value", "bias"))
-        own = self.terms.bias
-        lists = backward_bias.steps_of(self.kinds, own)
-        lists_of_batch = self.kinds.shape[0] > 1 and own[0]
+        own, kinds = self.terms.bias, self.kinds
+        lists = backward_bias.steps_of(kinds, own)
+        lists_of_batch = kinds.shape[0] > 1 and own[0]
         c = backward_bias.BiasConfig(
             terms=self.terms,
             group=query.shape[2] // value.shape[2],
@@ -183,8 +186,8 @@ class _Call:
             own=own,
             shared_heads=1 if own[1] else query.shape[2],
             own_lists=lists_of_batch,
-            room=lists.major.size // (self.kinds.shape[0] if lists_of_batch else 1),
-            kv_blocks=self.kinds.shape[3],
+            room=lists.major.size // (kinds.shape[0] if lists_of_batch else 1),
+            kv_blocks=kinds.shape[3],
         )
         return backward_bias.call(
             c,
@@ -203,7 +206,7 @@ def costs(arrays: dict[str, Array], spec: Any, dout: Array, head_dims: int, laun
     batch, q_len, heads, _ = arrays["query"].shape
     start, stop = intervals(spec.window, q_len, arrays["key"].shape[1])
     pairs = batch * heads * int((stop - start).sum(dtype=np.int64))
-    size = sum(x.size * x.dtype.itemsize for x in (*arrays.values(), dout))
+    size = sum(x.size * x.dtype.itemsize for x in (*jax.tree.leaves(arrays), dout))
     return {
         "flops": 2 * pairs * head_dims // launches,
         "transcendentals": pairs // launches,
