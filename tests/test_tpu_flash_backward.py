@@ -15,7 +15,7 @@ import test_tpu_blocksparse as blocksparse
 from conftest import bound
 from jax.experimental.pallas import tpu as pltpu
 from lanes import some
-from test_tpu_flash_attention import CALLS, LARGE, LONG, TPU_ENVIRONMENT, abstract_call, inputs, prepare, random
+from test_tpu_flash_attention import CALLS, LARGE, LONG, TPU_ENVIRONMENT, inputs, prepare, random
 from tolerances import assert_close
 
 from ejkernel import BwdParams, FwdParams, kernel_registry
@@ -297,7 +297,10 @@ def compiled_call(name, length):
     dtype = jnp.float32 if name == "plain" else jnp.bfloat16
     shapes = (1, length, 4, dims[0]), (1, length, 2, dims[0]), (1, length, 2, dims[1])
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    prepared, spec = abstract_call(arrays, LARGE.get(name, CALLS[name][1]))
+    options = LARGE.get(name, CALLS[name][1])
+    abstract = {key: x for key, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    prepared = jax.eval_shape(lambda arrays, x: prepare(arrays, {**options, **x})[0], arrays, abstract)
+    spec = bound(*arrays, **options)[0].spec
     out = jax.ShapeDtypeStruct((1, length, 4, dims[1]), dtype)
     lse = jax.ShapeDtypeStruct((1, 4, length), jnp.float32)
     return prepared, spec, (out, lse, out, lse)

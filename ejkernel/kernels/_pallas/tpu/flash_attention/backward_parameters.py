@@ -66,13 +66,13 @@ def widths(shapes: dict[str, Any]) -> tuple[int, int]:
 def step_bytes(shapes: dict[str, Any], rows: int, keys: int) -> int:
     """What a step's blocks take, each of them twice, for one is copied while another is computed; its sums and its logits."""
     size, (dim, value_dim) = shapes["query"].dtype.itemsize, widths(shapes)
-    blocks = 2 * size * (rows + keys) * (dim + value_dim) + 2 * WIDE * rows * dim
+    blocks = 2 * size * (rows + keys) * (dim + value_dim) + 4 * WIDE * rows * dim
     pairs = sum(
         2 * shapes[name].dtype.itemsize * rows * keys
         for name in ("bias", "attention_mask")
         if name in shapes and min(shapes[name].shape[2:]) > 1
     )
-    logits = (4 * WIDE if pairs or size == WIDE else 2 * WIDE) * rows * keys
+    logits = (5 if pairs or size == WIDE else 3) * WIDE * rows * keys
     return blocks + pairs + WIDE * rows * dim + logits
 
 
