@@ -57,6 +57,9 @@ class PallasBlockSparseAttention:
 register(
     "blocksparse_attention",
     head_dims=HeadDims(at_most=256),
-    features={"causal", "window", "soft_cap", "segments", "sinks", "gqa", "value_dim", "cross", "head_masks", "lse"},
+    features={
+        *("causal", "window", "soft_cap", "segments", "sinks", "gqa", "value_dim", "cross", "head_masks"),
+        *("uneven_blocks", "lse"),
+    },
     gradients={"query", "key", "value", "softmax_aux"},
 )(PallasBlockSparseAttention)

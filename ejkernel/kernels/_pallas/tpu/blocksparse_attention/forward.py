@@ -11,6 +11,7 @@ from jax import Array
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._pallas.tpu.flash_attention import plan
 from ejkernel.kernels._pallas.tpu.flash_attention.forward import run
+from ejkernel.kernels._pallas.tpu.flash_attention.terms import BITS
 from ejkernel.kernels.common.block_lists import block_kinds
 from ejkernel.kernels.common.block_masks import unseen_keys
 
@@ -34,28 +35,25 @@ def planned(
     kept = block_kinds(arrays["blocks"], -(-kv_len // kv_size)) > 0
     arrays = {**arrays, **_without_unseen(arrays, spec, kept, cleared)}
     arrays.pop("blocks")
-    # By query, and by block of keys of the mask, of which whole blocks of the kernel.
     rows = np.minimum(np.arange(-(-q_len // q_block) * q_block), q_len - 1) // q_size
-    a_block = 1 if kv_size >= kv_len else kv_block // kv_size
-    blocks = -(-kv_len // kv_block)
-    missing = (0, blocks * a_block - kept.shape[3]) if kv_size < kv_len else (0, 0)
-    by_block = jnp.pad(kept, ((0, 0), (0, 0), (0, 0), missing))
-    if kv_size >= kv_len:
-        by_block = jnp.broadcast_to(by_block, (*by_block.shape[:3], blocks))
-    by_block = by_block.reshape(*kept.shape[:3], blocks, a_block)
-    bits = (by_block.astype(jnp.uint32) << jnp.arange(a_block, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
-    arrays["block_bits"] = bits.astype(jnp.int32).swapaxes(2, 3)[..., None, rows]
-    seen = by_block[:, :, rows].reshape(*kept.shape[:2], -1, q_block, blocks, a_block)
-    kinds = _kinds(seen, plan.block_kinds(arrays, spec, q_block, kv_block, partial_rows=True))
+    # For each block of keys of the kernel the blocks of the mask that it meets, in whole words.
+    first = np.arange(0, kv_len, kv_block)[:, None]
+    words = -(-((kv_block + kv_size - 2) // kv_size + 1) // BITS)
+    met = first // kv_size + np.arange(words * BITS)
+    there = met * kv_size < np.minimum(first + kv_block, kv_len)
+    by_block = kept[..., np.minimum(met, kept.shape[3] - 1)] & there
+    bits = by_block.reshape(*by_block.shape[:-1], words, BITS).astype(jnp.uint32) << jnp.arange(BITS, dtype=jnp.uint32)
+    bits = bits.sum(-1, dtype=jnp.uint32).astype(jnp.int32)
+    arrays["block_bits"] = jnp.moveaxis(bits, 2, 4)[..., rows]
+    some, every = (
+        x[:, :, rows].reshape(*kept.shape[:2], -1, q_block, len(first))
+        for x in (by_block.any(-1), (by_block | ~there).all(-1))
+    )
+    of_window = plan.block_kinds(arrays, spec, q_block, kv_block, partial_rows=True)
+    whole = every.all(3) & (of_window == plan.WHOLE)
+    listed = some.any(3) & (of_window != plan.HIDDEN)
+    kinds = jnp.where(whole, plan.WHOLE, jnp.where(listed, plan.MASKED, plan.HIDDEN)).astype(jnp.int8)
     return arrays, *plan.with_patterns(kinds, arrays, spec, q_block, kv_block, partial_rows=True)
-
-
-def _kinds(seen: Array, of_window: Any) -> Array:
-    """Of the kernel's blocks; ``seen [B|1, H|1, blocks of queries, queries, blocks of keys, blocks of the mask]``."""
-    some, every = seen.any((3, 5)), seen.all((3, 5))
-    whole = every & (of_window == plan.WHOLE)
-    some = some & (of_window != plan.HIDDEN)
-    return jnp.where(whole, plan.WHOLE, jnp.where(some, plan.MASKED, plan.HIDDEN)).astype(jnp.int8)
 
 
 def _without_unseen(arrays: dict[str, Any], spec: Any, kept: Array, names: tuple[str, ...]) -> dict[str, Array]:

@@ -14,23 +14,13 @@ READS = flash.READS
 SIDE = 512
 # Steps whose list scalar memory holds.
 MOST_STEPS = 8192
-# Keys of a block have a bit each block of the mask.
-BITS = 32
 
 
 def effective(shapes: dict[str, Any], spec: Any, params: FwdParams, device: Any) -> FwdParams:
-    """What was asked for, in whole blocks of the mask and of 128 positions, and no more steps than their list has room for."""
-    units = [
-        LANES if size >= length else math.lcm(size, LANES)
-        for size, length in zip(spec.grid.sizes, spec.grid.lengths, strict=True)
-    ]
-    most = [-(-length // unit) * unit for length, unit in zip(spec.grid.lengths, units, strict=True)]
-    if spec.grid.sizes[1] < spec.grid.lengths[1]:
-        most[1] = min(most[1], max(units[1], BITS * spec.grid.sizes[1] // units[1] * units[1]))
+    """What was asked for, in multiples of 128, and no more steps than their list has room for."""
+    most = [-(-length // LANES) * LANES for length in spec.grid.lengths]
     asked = (params.q_blocksize or SIDE, params.kv_blocksize or SIDE)
-    sides = [
-        min(largest, max(unit, side // unit * unit)) for side, unit, largest in zip(asked, units, most, strict=True)
-    ]
+    sides = [min(largest, max(LANES, side // LANES * LANES)) for side, largest in zip(asked, most, strict=True)]
     lists = math.prod(shapes["blocks"].start.shape[:2])
     if "q_segment_ids" in shapes:
         lists = shapes["blocks"].start.shape[1] * shapes["query"].shape[0]

@@ -7,6 +7,7 @@ of queries and keys within them, and the indices, known to the device, at which 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from ejkernel.kernels.common import dropout
 from ejkernel.kernels.common.softmax import LOG2E
 from ejkernel.kernels.common.unseen import with_ranked_ids
 
-# Rows of the smallest tile of a bias or a mask that a kernel transposes.
-ROWS = 128
+# Of a word of a mask of blocks.
+BITS = 32
 
 
 class Place(NamedTuple):
@@ -50,7 +51,8 @@ class Terms:
         bias, mask: which of their axes, batch, head, query, key, are there; None without.
         shared_intervals: whether all batch entries have the same ones.
         bits: whether batch entries, and heads, have masks of blocks of their own; None without.
-        bit_keys: how many keys a bit of such a mask stands for.
+        bit_words: words of bits that a query has for a block of keys.
+        bit_keys: the keys of a block of the mask.
     """
 
     scale: float
@@ -65,6 +67,7 @@ class Terms:
     mask: tuple[bool, ...] | None
     shared_intervals: bool
     bits: tuple[bool, ...] | None = None
+    bit_words: int = 0
     bit_keys: int = 0
 
     @property
@@ -76,7 +79,8 @@ class Terms:
 def terms_of(arrays: dict[str, Array], spec: Any) -> Terms:
     """Of a call of ``flash_attention``, or of ``blocksparse_attention``, whose ``block_bits`` are its mask.
 
-    ``block_bits``: int32 ``[B|1, H|1, blocks of keys, 1, queries]``; a bit says whether a query sees the next ``bit_keys`` keys.
+    ``block_bits``: int32 ``[B|1, H|1, blocks of keys, words, queries]``. Of a query and the kernel's block of keys, the first
+    bit says whether it sees the block of the mask that holds the first of these keys, and so on.
     """
     q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
     packed, dropped = "kv_start" in arrays, "dropout_key" in arrays
@@ -109,6 +113,7 @@ def terms_of(arrays: dict[str, Array], spec: Any) -> Terms:
         mask=axes("attention_mask"),
         shared_intervals=packed and arrays["kv_start"].shape[0] == 1,
         bits=axes("block_bits")[:2] if "block_bits" in arrays else None,
+        bit_words=arrays["block_bits"].shape[3] if "block_bits" in arrays else 0,
         bit_keys=spec.grid.sizes[1] if "block_bits" in arrays else 0,
     )
 
@@ -187,7 +192,7 @@ def block_specs(
         "kv_ids": lambda: row(False),
         "bias": lambda: pairs(c.bias),
         "mask": lambda: pairs(c.mask),
-        "bits": lambda: pl.BlockSpec((1, 1, 1, 1, q_block), of_bits),
+        "bits": lambda: pl.BlockSpec((1, 1, 1, c.bit_words, q_block), of_bits),
         "dropout_key": lambda: pl.BlockSpec(memory_space=pltpu.SMEM),
     }
     return [made[name]() for name in c.names]
@@ -247,23 +252,20 @@ def seen_pairs(
     if "mask" in c.names:
         found.append(_of_pairs(refs["mask"], c.mask, queries, keys) != 0)
     if "bits" in c.names:
-        found.append(refs["bits"][0, 0, 0, :, queries] & _bit_of_key(c, keys, width) != 0)
+        bits = refs["bits"][0, 0, 0, :, queries]
+        words = [bits[n : n + 1] & _bit_of_key(c, place, keys, width, n) for n in range(c.bit_words)]
+        found.append(functools.reduce(jnp.bitwise_or, words) != 0)
     return _every(found)
 
 
-def _bit_of_key(c: Terms, keys: slice, width: int) -> Array:
-    """``[keys, width]``: the bit that stands for a key."""
-    first = keys.start // c.bit_keys
-    key = lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, LANES), 0) + keys.start
-    bit = jnp.full(key.shape, _int32(1 << first), jnp.int32)
-    for n in range(first + 1, -(-keys.stop // c.bit_keys)):
-        bit = jnp.where(key >= n * c.bit_keys, _int32(1 << n), bit)
-    return _across(bit, width)
-
-
-def _int32(x: int) -> int:
-    """Of the same 32 bits."""
-    return x - (1 << 32) if x >> 31 else x
+def _bit_of_key(c: Terms, place: Place, keys: slice, width: int, word: int) -> Array:
+    """``[keys, width]``: the bit of a word that stands for a key, 0 where it is in another word."""
+    before = lax.rem(jnp.asarray(place.key, jnp.int32), jnp.int32(c.bit_keys)) + keys.start
+    key = lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, LANES), 0) + before
+    # A vector unit does not divide integers; half a key keeps the quotient away from whole numbers.
+    n = ((key.astype(jnp.float32) + 0.5) * (1 / c.bit_keys)).astype(jnp.int32) - BITS * word
+    bit = jnp.int32(1) << (n & (BITS - 1))
+    return _across(jnp.where((n >= 0) & (n < BITS), bit, 0) if c.bit_words > 1 else bit, width)
 
 
 def _in_window(c: Terms, place: Place, queries: slice, keys: slice, mask: bool | Pattern) -> list[Array]:
