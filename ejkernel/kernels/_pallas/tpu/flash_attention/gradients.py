@@ -28,6 +28,7 @@ from ejkernel.kernels._pallas.tpu.generations import generation_of
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import LOG2E, sink_gradient, softmax_residuals
 from ejkernel.kernels.common.unseen import seen_keys, without_unseen
+from ejkernel.kernels.common.varying import vary_over, varying_axes
 
 # The side of a tile of a masked step: those that a pattern hides whole cost nothing.
 PART = 512
@@ -158,8 +159,10 @@ class Call:
             sums = run(lists, jnp.int32(0), [])
         else:
             like = dict(zip(("query", "key", "value"), tensors, strict=False))
-            # The first is a product, so that it varies over mesh axes as the results do.
-            sums = [like[n].astype(jnp.float32 if n == "query" else key.dtype) * 0 for n in names]
+            axes = varying_axes(*tensors, *optional, *jax.tree.leaves(lists))
+            sums = [
+                vary_over(jnp.zeros(like[n].shape, jnp.float32 if n == "query" else key.dtype), axes) for n in names
+            ]
 
             def body(span, sums):
                 own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, span, keepdims=False), lists)
