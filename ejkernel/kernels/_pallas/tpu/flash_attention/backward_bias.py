@@ -54,17 +54,19 @@ class BiasConfig:
         """Batch entry, query head, block of queries, block of keys and flags of a step."""
         major, minor, flags = prefetched
         t = (b * self.room if self.own_lists else 0) + t
-        b = b if self.own[0] else lax.div(r, self.shared_heads)
-        h = h if self.own[1] else lax.rem(r, self.shared_heads)
+        # Typed, for with 64 bits enabled a Python number is one of 64 bits.
+        shared_heads, kv_blocks = np.int32(self.shared_heads), np.int32(self.kv_blocks)
+        b = b if self.own[0] else lax.div(r, shared_heads)
+        h = h if self.own[1] else lax.rem(r, shared_heads)
         major, minor = major[t], minor[t]
         if self.own[2] and self.own[3]:
-            i, j = lax.div(major, self.kv_blocks), lax.rem(major, self.kv_blocks)
+            i, j = lax.div(major, kv_blocks), lax.rem(major, kv_blocks)
         elif self.own[2]:
             i, j = major, minor
         elif self.own[3]:
             i, j = minor, major
         else:
-            i, j = lax.div(minor, self.kv_blocks), lax.rem(minor, self.kv_blocks)
+            i, j = lax.div(minor, kv_blocks), lax.rem(minor, kv_blocks)
         return b, h, i, j, flags[t]
 
     @property
@@ -101,7 +103,7 @@ def call(
 
     def of_keys(*grid):
         b, h, _, j = at(*grid)
-        return b, lax.div(h, c.group), j, 0
+        return b, lax.div(h, np.int32(c.group)), j, 0
 
     def of_rows(*grid):
         b, h, i, _ = at(*grid)
