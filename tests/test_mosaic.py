@@ -22,8 +22,9 @@ from tolerances import assert_close
 
 from ejkernel import FwdParams, explain, flash_attention, kernel_registry
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward as mosaic
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward_consumer, padding, parameters
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import forward_consumer, parameters
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention import PallasFlashAttention
+from ejkernel.kernels.common import unseen
 from ejkernel.kernels.common.intervals import intervals
 
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -390,10 +391,10 @@ def test_keys_that_no_query_sees_are_found(data):
     seen = (np.asarray(start)[..., None] <= place) & (place < np.asarray(stop)[..., None])
     if ids is not None:
         seen = seen & (ids[0][:, :, None] == ids[1][:, None]) & (ids[0][:, :, None] > 0)
-    for few in (padding.FEW_PAIRS, 0):
+    for few in (unseen.FEW_PAIRS, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(padding, "FEW_PAIRS", few)
-            found = padding.seen_keys(start, stop, None if ids is None else tuple(map(jnp.asarray, ids)), keys)
+            patch.setattr(unseen, "FEW_PAIRS", few)
+            found = unseen.seen_keys(start, stop, None if ids is None else tuple(map(jnp.asarray, ids)), keys)
         np.testing.assert_array_equal(found, seen.any(1))
 
 
@@ -584,12 +585,12 @@ def test_nothing_spills(dims, what, tmp_path):
 @pytest.mark.parametrize("few", some([2**28, 0], 0), ids=["compared", "searched"])
 def test_searching_for_unseen_keys_takes_no_quadratic_memory(few, monkeypatch):
     """Of two long sequences: their ids take 128 KiB, a flag for each pair would take 256 MiB."""
-    monkeypatch.setattr(padding, "FEW_PAIRS", few)
+    monkeypatch.setattr(unseen, "FEW_PAIRS", few)
     length = 2**14
     window = intervals((None, 0), length, length)
     topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=HOPPER, topology="1x1x2")
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=SingleDeviceSharding(topology.devices[0]))
-    found = jax.jit(lambda q, k: padding.seen_keys(*window, (q, k), length)).lower(ids, ids).compile()
+    found = jax.jit(lambda q, k: unseen.seen_keys(*window, (q, k), length)).lower(ids, ids).compile()
     assert found.memory_analysis().temp_size_in_bytes < 2**20
 
 

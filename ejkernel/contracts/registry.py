@@ -27,6 +27,7 @@ BUILTIN = {
             "ejkernel.kernels._xla.blocksparse_attention",
             "ejkernel.kernels._triton.blocksparse_attention",
             "ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.attention",
+            "ejkernel.kernels._pallas.tpu.blocksparse_attention.attention",
         ),
     ),
     "flash_attention": (
@@ -36,6 +37,7 @@ BUILTIN = {
             "ejkernel.kernels._triton.flash_attention",
             "ejkernel.kernels._cudnn.flash_attention",
             "ejkernel.kernels._pallas.gpu.flash_attention_sm90.attention",
+            "ejkernel.kernels._pallas.tpu.flash_attention.attention",
         ),
     ),
     "grouped_matmul": (

@@ -53,10 +53,14 @@ def row_keys(batch_key: Array, head: Array, row: Array) -> Array:
     return fold(mix(head_key ^ row.astype(jnp.uint32) * jnp.uint32(ROW_STRIDE)))
 
 
+def column_keys(column: Array) -> Array:
+    """Keys of columns."""
+    return fold(column.astype(jnp.uint32) * jnp.uint32(COLUMN_STRIDE))
+
+
 def keep(row_key: Array, column: Array, probability: float) -> Array:
     """True where the weight of (row, column) survives dropout with that probability."""
-    column_key = fold(column.astype(jnp.uint32) * jnp.uint32(COLUMN_STRIDE))
-    return finish(row_key ^ column_key) >= jnp.uint32(threshold(probability))
+    return finish(row_key ^ column_keys(column)) >= jnp.uint32(threshold(probability))
 
 
 def threshold(probability: float) -> int:

@@ -11,10 +11,8 @@ from jax import Array
 
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.block import CONSUMER_BITS, ListedBlock, ListedConfig
-from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import any_masked, unseen_keys
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import effective
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward import any_in_step, launch
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import with_narrow_ids
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     ROWS,
     WARPS_PER_WARPGROUP,
@@ -25,6 +23,8 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     statics,
 )
 from ejkernel.kernels.common.block_lists import block_kinds, list_blocks
+from ejkernel.kernels.common.block_masks import any_masked, unseen_keys
+from ejkernel.kernels.common.unseen import with_narrow_ids
 from ejkernel.kernels.common.visibility import Walk
 
 

@@ -14,12 +14,10 @@ from jax import Array
 
 from ejkernel.contracts.params import BwdParams
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.key_block import MASKED, STEP_SHIFT, ListedContext
-from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.masks import any_masked, unseen_keys
 from ejkernel.kernels._pallas.gpu.blocksparse_attention_sm90.parameters import backward_dims, backward_tile
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import backward as single_kernel
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.backward_state import BackwardConfig
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.gradients import kernel_inputs
-from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import with_narrow_ids
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     BACKWARD_CONSUMERS,
     ROWS,
@@ -28,8 +26,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import (
     statics,
 )
 from ejkernel.kernels.common.block_lists import block_kinds
+from ejkernel.kernels.common.block_masks import any_masked, unseen_keys
 from ejkernel.kernels.common.intervals import intervals
 from ejkernel.kernels.common.softmax import sink_gradient, softmax_residuals
+from ejkernel.kernels.common.unseen import with_narrow_ids
 
 
 def backward(
