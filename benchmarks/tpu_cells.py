@@ -81,9 +81,8 @@ def qkv(dim, value_dim=None, length=LENGTH, heads=HEADS, kv_heads=KV_HEADS):
 
 def steps_of(arrays, options, direction):
     """``(kinds of blocks, patterns)`` of a call that is known from shapes and the window, as the kernels plan it."""
-    from ejkernel.kernels._pallas.tpu.flash_attention import plan
-
     import ejkernel
+    from ejkernel.kernels._pallas.tpu.flash_attention import plan
 
     explained = ejkernel.explain(
         "flash_attention", *arrays, **options, gradients=direction == "backward", platform="pallas"

@@ -86,7 +86,8 @@ class Subject:
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.interpreted] if self.interpreted else []
+        for_tpu = [pytest.mark.tpu] if self.interpreted_for is Backend.TPU else []
+        return [*for_tpu, pytest.mark.interpreted] if self.interpreted else []
 
     def __str__(self) -> str:
         backend = self.interpreted_for or self.implementation.backend

@@ -13,6 +13,8 @@ from ejkernel import FwdParams, kernel_registry
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import forward as module
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import parameters
 
+pytestmark = pytest.mark.tpu
+
 OPERATION = kernel_registry.operation("blocksparse_attention")
 IDS = np.array([[1, 2, 0, 3]]).repeat([150, 130, 120, 200], 1).astype(np.int32)
 

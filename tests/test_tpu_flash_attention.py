@@ -21,6 +21,8 @@ from ejkernel.kernels._pallas.tpu.flash_attention import forward as module
 from ejkernel.kernels._pallas.tpu.flash_attention import parameters, plan
 from ejkernel.ops.flash_attention import FlashSpec
 
+pytestmark = pytest.mark.tpu
+
 OPERATION = kernel_registry.operation("flash_attention")
 SMALL = FwdParams(q_blocksize=128, kv_blocksize=256, blocksize_keys=128)
 

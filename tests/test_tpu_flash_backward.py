@@ -26,6 +26,8 @@ from ejkernel.kernels._pallas.tpu.flash_attention import gradients as module
 from ejkernel.kernels._pallas.tpu.flash_attention import plan
 from ejkernel.kernels._xla import flash_attention as xla
 
+pytestmark = pytest.mark.tpu
+
 OPERATION = kernel_registry.operation("flash_attention")
 SMALL = BwdParams(q_blocksize=128, kv_blocksize=256)
 IDS_OF_TWO = np.array([[1, 2, 3], [4, 4, 0]]).repeat(100, 1).astype(np.int32)

@@ -21,6 +21,8 @@ from ejkernel.kernels._pallas.tpu.grouped_matmul.steps import by_group, by_tile
 from ejkernel.kernels._pallas.tpu.grouped_matmul.tiles import Rows, Sums, Tiles
 from ejkernel.ops import grouped_matmul as operation
 
+pytestmark = pytest.mark.tpu
+
 slow = pytest.mark.slow
 
 BOUNDS = {

@@ -25,6 +25,8 @@ from ejkernel.kernels._pallas.tpu.generations import generation_of
 from ejkernel.kernels._pallas.tpu.page_attention.forward import forward
 from ejkernel.kernels._pallas.tpu.page_attention.geometry import candidates, defaults, geometry, page_bytes
 
+pytestmark = pytest.mark.tpu
+
 OPERATION = kernel_registry.operation("page_attention")
 LENS, CHUNKS = [300, 0, 33, 70], [20, 0, 1, 70]
 # Arguments of ``examples_page_attention.make`` beside those below, then those of the call.

@@ -13,7 +13,7 @@ from ejkernel.contracts.device import describe
 from ejkernel.kernels._pallas.tpu import requirements
 from ejkernel.kernels._pallas.tpu.generations import GENERATIONS, generation_of
 
-SOURCES = sorted(Path(requirements.__file__).parent.rglob("*.py"))
+SOURCES = sorted(path for path in Path(requirements.__file__).parent.rglob("*.py") if path.name != "requirements.py")
 MODULES = tuple(requirements.NAMES)
 
 

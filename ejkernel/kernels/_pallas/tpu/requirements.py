@@ -16,7 +16,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("num_programs", "pallas_call", "program_id", "when"),
     ),
     "jax.experimental.pallas.tpu": (
-        *("CompilerParams", "HBM", "PrefetchScalarGridSpec", "SMEM", "SemaphoreType.DMA", "VMEM", "make_async_copy"),
+        *("CompilerParams", "HBM", "PrefetchScalarGridSpec", "SMEM", "SemaphoreType.DMA", "VMEM", "bitcast"),
+        "make_async_copy",
     ),
 }
 
