@@ -37,8 +37,8 @@ def ragged(m, k, n, sizes, *, transpose_b=False, held=None, **more):
     return make
 
 
-# Those that interpreters run in ``make test``: of the rest each costs them seconds.
-IN_SHORT_LANE = ("batched", "ragged_odd")
+# What an interpreter runs in ``make test``: tests/test_triton_grouped_interpreted.py draws more.
+SHORT_INTERPRETED = {"batched", "ragged_odd", "ragged_offset_transposed_wide"}
 
 
 def example(name, make, features=(), batch=None, **statics):
@@ -51,7 +51,7 @@ def example(name, make, features=(), batch=None, **statics):
         differentiable=("a", "b"),
         features=frozenset(features),
         batch=batch or {},
-        slow_interpreted=name not in IN_SHORT_LANE,
+        slow_interpreted=name not in SHORT_INTERPRETED,
     )
 
 

@@ -42,9 +42,16 @@ BUILTIN = {
     ),
     "grouped_matmul": (
         "ejkernel.ops.grouped_matmul",
-        ("ejkernel.kernels._xla.grouped_matmul", "ejkernel.kernels._pallas.tpu.grouped_matmul.matmul"),
+        (
+            "ejkernel.kernels._xla.grouped_matmul",
+            "ejkernel.kernels._triton.grouped_matmul",
+            "ejkernel.kernels._pallas.tpu.grouped_matmul.matmul",
+        ),
     ),
-    "mean_pooling": ("ejkernel.ops.mean_pooling", ("ejkernel.kernels._xla.mean_pooling",)),
+    "mean_pooling": (
+        "ejkernel.ops.mean_pooling",
+        ("ejkernel.kernels._xla.mean_pooling", "ejkernel.kernels._triton.mean_pooling"),
+    ),
     "page_attention": (
         "ejkernel.ops.page_attention",
         (

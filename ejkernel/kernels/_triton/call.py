@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.support import is_present
 from ejkernel.kernels._triton import cache
 from ejkernel.kernels._triton.probe import results_argument
 from ejkernel.kernels.common.varying import vary_as
+
+# Multiprocessors of a chip that is not in the table; those of the interpreter run one after another.
+CORES, INTERPRETED_CORES = 132, 3
 
 
 def interpreting() -> bool:
@@ -36,6 +40,14 @@ def on_nvidia(device: DeviceInfo | None) -> bool:
     if device is not None:
         return device.vendor == "nvidia"
     return "rocm" not in str(jax.devices()[0].client.platform_version).lower()
+
+
+def cores(device: DeviceInfo | None) -> int:
+    """How many multiprocessors share a launch's programs."""
+    if interpreting():
+        return INTERPRETED_CORES
+    chip = CHIPS.get(device.name) if device is not None else None
+    return chip.sm_count if chip else CORES
 
 
 def product_precision(dtype: Any, device: DeviceInfo | None) -> str:

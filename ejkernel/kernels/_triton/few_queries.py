@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ejkernel.callib.chips import CHIPS
 from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
-from ejkernel.kernels._triton.call import call, interpreting, on_nvidia, passes_twice
+from ejkernel.kernels._triton.call import call, cores, on_nvidia, passes_twice
 from ejkernel.kernels._triton.flash_blocks import padded
 from ejkernel.kernels._triton.page_plan import ROUNDING, Plan, plan, tile_count
 from ejkernel.kernels.common.decoding import MOST_ROWS
@@ -27,11 +26,8 @@ FEWEST_KEYS, MOST_KEYS = 16, 256
 MOST_WARPS = 8
 # Warps of all programs of a multiprocessor: so many are resident however many registers a kernel takes.
 WARPS_PER_CORE = 8
-CORES = 132
 # So many tiles for each program are balanced well enough: they are not cut, and those that share keys run together.
 ENOUGH_TILES = 4
-# Programs of the interpreter run one after another.
-INTERPRETED_CORES = 3
 # Tiles that one launch plans, and comparisons of a program of it.
 MOST_SCHEDULED, COMPARED = 4096, 2**13
 # Caches of 8 bits, by dtype.
@@ -85,7 +81,7 @@ def attend(
     value_dim, bm, bn = r.value.shape[-1], params.q_blocksize, params.kv_blocksize
     tiles = tile_count(s.tokens, s.size, r.group, bm, s.packed)
     pieces = params.num_key_splits
-    programs = _cores(device) * max(1, WARPS_PER_CORE // params.num_warps)
+    programs = cores(device) * max(1, WARPS_PER_CORE // params.num_warps)
     programs = tiles * r.kv_heads * pieces if pieces else programs
     whole = not pieces and tiles * r.kv_heads >= ENOUGH_TILES * programs
     p = _planned(r, s, params, tiles, programs, device)
@@ -251,10 +247,3 @@ def _converts(narrow: str, device: DeviceInfo | None) -> bool:
     if not narrow or not on_nvidia(device):
         return False
     return narrow != "e4m3" or (device is not None and device.capability >= OLDEST_WITH_E4M3)
-
-
-def _cores(device: DeviceInfo | None) -> int:
-    if interpreting():
-        return INTERPRETED_CORES
-    chip = CHIPS.get(device.name) if device is not None else None
-    return chip.sm_count if chip else CORES

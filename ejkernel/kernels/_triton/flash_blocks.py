@@ -152,7 +152,8 @@ HOPPER_QUERIES = {
 }
 
 
-def _generation(device: Any) -> str:
+def generation(device: Any) -> str:
+    """Which of the tables is a chip's."""
     if device.vendor == "amd":
         return "amd"
     # Of its generation the A100 alone has shared memory for large tiles; what is not known gets small ones.
@@ -200,16 +201,16 @@ def _load(shapes: dict[str, Any], spec: Any) -> int:
 def default(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
     if shapes["query"].dtype == jnp.float32:
         return _in_float32(shapes, spec, device, direction)
-    generation, width, load = _generation(device), widest(shapes), _load(shapes, spec)
+    chips, width, load = generation(device), widest(shapes), _load(shapes, spec)
     if direction == "forward":
-        return _forward_params(FORWARD[generation][width][load])
-    return _backward_params(KEYS[generation][width][load], QUERIES[generation][width][load])
+        return _forward_params(FORWARD[chips][width][load])
+    return _backward_params(KEYS[chips][width][load], QUERIES[chips][width][load])
 
 
 def _in_float32(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
     """Products keep their operands in registers: small tiles."""
     if device.vendor == "nvidia":
-        tables = FLOAT32_ON_HOPPER if _generation(device) == "hopper" else FLOAT32
+        tables = FLOAT32_ON_HOPPER if generation(device) == "hopper" else FLOAT32
         forward, keys, queries = (tiles[min(1, _load(shapes, spec))] for tiles in tables[widest(shapes)])
         return _forward_params(forward) if direction == "forward" else _backward_params(keys, queries)
     side = 32 if widest(shapes) == 64 and not _load(shapes, spec) else 16
@@ -219,7 +220,7 @@ def _in_float32(shapes: dict[str, Any], spec: Any, device: Any, direction: str) 
 
 
 def candidates(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
-    if _generation(device) != "hopper":
+    if generation(device) != "hopper":
         return []
     forward, keys, queries = HOPPER_FORWARD, HOPPER_KEYS, HOPPER_QUERIES
     if shapes["query"].dtype == jnp.float32:

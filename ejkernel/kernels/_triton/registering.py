@@ -7,12 +7,14 @@ from typing import TypeVar
 
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.registry import kernel_registry
-from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, any_device, gpu, multiple_of
+from ejkernel.contracts.support import FLOATS, Backend, HeadDims, Platform, Support, any_device, gpu, multiple_of
 from ejkernel.kernels._triton import probe
 from ejkernel.kernels._triton.call import interpreting
 
 LARGEST_HEAD_DIM = 256
 OLDEST = 80
+# Of kernels whose speed nobody has measured yet: below XLA's 0, so that only a pin or a measurement makes them run.
+UNMEASURED = -1
 
 T = TypeVar("T")
 
@@ -24,8 +26,15 @@ def refusal(device: DeviceInfo) -> str | None:
     return probe.refusal(device, interpreting())
 
 
-def register(algorithm: str, *, features: Iterable[str], gradients: Iterable[str] = ()) -> Callable[[T], T]:
-    """Decorate an implementation.
+def register(
+    algorithm: str,
+    *,
+    features: Iterable[str],
+    gradients: Iterable[str] = (),
+    head_dims: HeadDims | None = None,
+    priority: int = 10,
+) -> Callable[[T], T]:
+    """Decorate an implementation; without ``head_dims`` it takes those of attention, up to ``LARGEST_HEAD_DIM``.
 
     The interpreter is for proving kernels: nothing but a pin makes it run.
     """
@@ -37,11 +46,11 @@ def register(algorithm: str, *, features: Iterable[str], gradients: Iterable[str
         support=Support(
             devices=any_device() if interpreted else gpu(),
             dtypes={"float16", "float32"} if interpreted else FLOATS,
-            head_dims=multiple_of(1, at_most=LARGEST_HEAD_DIM),
+            head_dims=head_dims or multiple_of(1, at_most=LARGEST_HEAD_DIM),
             features=frozenset(features),
             gradients=frozenset(gradients),
             check=refusal,
             requires=(("triton", "gpu"),) if interpreted else (("triton", "gpu"), ("jax_triton", "gpu")),
         ),
-        priority=-1 if interpreted else 10,
+        priority=-1 if interpreted else priority,
     )
