@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,24 @@ LENGTH, HEADS, KV_HEADS = 8192, 32, 8
 DIMS = (64, 128, 256)
 
 
+class Count(NamedTuple):
+    """What a row says.
+
+    Attributes:
+        cycles: of a unit of work: a query head, some keys, a whole product.
+        busy: the share of the cycles in which the matrix units are.
+        units: in the call; None where the row is about a part that is no call.
+        copied: bytes that the kernel copies for a unit, where they are counted.
+        more: further columns.
+    """
+
+    cycles: float
+    busy: float
+    units: int | None = None
+    copied: float | None = None
+    more: dict[str, float] = {}  # noqa: RUF012 - never changed
+
+
 @dataclass(frozen=True)
 class Cell:
     """A call of one implementation.
@@ -23,8 +42,9 @@ class Cell:
     Attributes:
         part: the operation.
         build: from a generation, the function to compile and its arguments, abstract.
-        count: from the schedules of its kernels and the generation, cycles of what the row counts (attention: of one query head)
-            and the share of them in which the matrix units are busy.
+        count: from the schedules of its kernels and the generation, what the row says.
+        asked: of ours, the operation, its arguments and its options, abstract.
+        only: generations for which it is compiled, all if empty.
     """
 
     part: str
@@ -32,7 +52,9 @@ class Cell:
     implementation: str
     direction: str
     build: Callable[[Any], tuple[Callable, tuple]]
-    count: Callable[[list, Any], tuple[float, float]]
+    count: Callable[[list, Any], Count]
+    asked: tuple[str, tuple, dict] | None = None
+    only: tuple[str, ...] = ()
 
 
 def abstract(*shape, dtype=jnp.bfloat16):
@@ -56,16 +78,19 @@ def named(schedules, name):
     return found[-1]
 
 
-def weighed(schedule, steps, runs):
-    """Cycles of so many steps of the grid in which each leaf runs so often, and the matrix units' share of them."""
+def weighed(schedule, steps, runs, units=None, copied=None, more=None):
+    """Of so many steps of the grid in which each leaf runs so often; a pair says how often a leaf runs, and its loop in all."""
     leaves = schedule.leaves()
     if len(leaves) != len(runs):
         raise LookupError(
             f"{schedule.name} has parts of {[leaf.cycles for leaf in leaves]} cycles, {len(runs)} were expected"
         )
-    cycles = steps * schedule.overhead + sum(leaf.cycles * count for leaf, count in zip(leaves, runs, strict=True))
-    busy = sum(leaf.busy.get("MXU", 0) * leaf.cycles * count for leaf, count in zip(leaves, runs, strict=True))
-    return cycles, busy / cycles
+    cycles, busy = steps * schedule.overhead, 0.0
+    for leaf, count in zip(leaves, runs, strict=True):
+        once, rounds = count if isinstance(count, tuple) else (count, count)
+        own = (leaf.cycles - leaf.loop) * once + leaf.loop * rounds
+        cycles, busy = cycles + own, busy + leaf.busy.get("MXU", 0) * own
+    return Count(cycles, busy / cycles, units, copied, more or {})
 
 
 # Flash attention, ours
@@ -79,8 +104,8 @@ def qkv(dim, value_dim=None, length=LENGTH, heads=HEADS, kv_heads=KV_HEADS):
     )
 
 
-def steps_of(arrays, options, direction):
-    """``(kinds of blocks, patterns)`` of a call that is known from shapes and the window, as the kernels plan it."""
+def steps_of(arrays, options, known, direction):
+    """``(plan, kinds of blocks, patterns)`` of a call, as the kernels plan it; ``known``: arrays that decide which blocks meet."""
     import ejkernel
     from ejkernel.kernels._pallas.tpu.flash_attention import plan
 
@@ -90,43 +115,58 @@ def steps_of(arrays, options, direction):
     call = explained.call
     chosen = explained.chosen if direction == "forward" else explained.backward.chosen
     blocks = chosen.params.q_blocksize, chosen.params.kv_blocksize
-    kinds = plan.block_kinds(call.shapes, call.spec, *blocks, partial_rows=True)
-    return plan, *plan.with_patterns(kinds, call.shapes, call.spec, *blocks, partial_rows=True)
+    shapes = {**call.shapes, **known}
+    kinds = plan.block_kinds(shapes, call.spec, *blocks, partial_rows=True)
+    kinds, patterns = plan.with_patterns(kinds, shapes, call.spec, *blocks, partial_rows=True)
+    return plan, np.asarray(kinds), patterns
 
 
-def ours(direction, dim, value_dim=None, length=LENGTH, **options):
-    """The cell of a call of flash_attention whose masks are static."""
+def ours(direction, dim, value_dim=None, length=LENGTH, segments=None, **options):
+    """The cell of a call of flash_attention. Arrays among the options are abstract; ``segments``: lengths of segments."""
     arrays = qkv(dim, value_dim, length)
     options = {"causal": True, **options}
+    known = {}
+    if segments:
+        ids = np.repeat(np.arange(1, len(segments) + 1, dtype=np.int32), segments)[None]
+        known = {"q_segment_ids": jnp.asarray(ids), "kv_segment_ids": jnp.asarray(ids)}
+        options |= {name: abstract(*ids.shape, dtype=jnp.int32) for name in known}
+    given = {name: x for name, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    static = {name: x for name, x in options.items() if name not in given}
 
     def build(generation):
         from ejkernel import flash_attention
 
-        run = functools.partial(flash_attention, **options, platform="pallas")
-        return (run if direction == "forward" else gradients_of(run)), arrays
+        def run(given, *arrays):
+            return flash_attention(*arrays, **given, **static, platform="pallas")
+
+        def gradients(given, *arrays):
+            return gradients_of(functools.partial(run, given))(*arrays)
+
+        return (run if direction == "forward" else gradients), (given, *arrays)
 
     def count(schedules, generation):
         import ejkernel
 
         with ejkernel.target(generation.name):
-            plan, kinds, patterns = steps_of(arrays, options, direction)
+            plan, kinds, patterns = steps_of(arrays, options, known, direction)
         steps = plan.list_steps(kinds)
         found = np.asarray(steps.flags) >> plan.KIND_SHIFT
-        each = [
-            k
-            for k in (plan.WHOLE, plan.MASKED, *(plan.PATTERN + n for n in range(len(patterns))))
-            if (kinds == k).any()
-        ]
+        each = [plan.WHOLE, plan.MASKED, *(plan.PATTERN + n for n in range(len(patterns)))]
+        if known:  # what the device decides has code for all that may come
+            each.remove(plan.MASKED)
+        else:
+            each = [kind for kind in each if (kinds == kind).any()]
         runs = [int((found == kind).sum()) for kind in each]
         majors = kinds.shape[2]
         schedule = named(schedules, f"flash_attention_{direction}")
         if direction == "forward":
-            return weighed(schedule, steps.count, [majors, *runs, majors])
+            return weighed(schedule, steps.count, [majors, *runs, majors], HEADS)
         # The gradients of the keys are cleared and stored once a key head, in chunks.
-        of_keys = -(-length // 128) * KV_HEADS / HEADS
-        return weighed(schedule, steps.count, [of_keys, majors, *runs, majors, of_keys])
+        chunks = -(-length // 128)
+        of_keys = KV_HEADS / HEADS, chunks * KV_HEADS / HEADS
+        return weighed(schedule, steps.count, [of_keys, majors, *runs, majors, of_keys], HEADS)
 
-    return build, count
+    return build, count, ("flash_attention", arrays, options)
 
 
 # Their peers
@@ -157,7 +197,7 @@ def jax_splash(direction, dim):
         n = LENGTH // block
         schedule = named(schedules, "splash_mha_fwd" if direction == "forward" else "splash_mha_dkv")
         # Steps above the diagonal are visited too.
-        return weighed(schedule, n * n, [n, n * (n + 1) // 2, n])
+        return weighed(schedule, n * n, [n, n * (n + 1) // 2, n], HEADS)
 
     return build, count
 
@@ -198,9 +238,23 @@ def tokamax_splash(direction, dim):
         # Whole blocks, those on the diagonal, and once a block of queries (backward: of keys) its begin and its end. What the
         # partial gradients of queries take that are then summed is not counted.
         runs = {id(busy[0]): steps - n, id(busy[1]): n, **{id(leaf): n for leaf in small}}
-        return weighed(schedule, steps, [runs[id(leaf)] for leaf in schedule.leaves()])
+        return weighed(schedule, steps, [runs[id(leaf)] for leaf in schedule.leaves()], HEADS)
 
     return build, count
+
+
+# What a call may have beside the plain one, of 128 dims and 8192 tokens.
+FEATURES = {
+    "sinks": {"softmax_aux": abstract(HEADS, 1, dtype=jnp.float32)},
+    "one segment": {"segments": (LENGTH,)},
+    "segments of 2048": {"segments": (2048,) * 4},
+    "soft cap": {"logits_soft_cap": 50.0},
+    "dropout": {"dropout_prob": 0.1, "dropout_seed": 0},
+    "bias of keys": {"bias": abstract(1, 1, 1, LENGTH)},
+    "bias of pairs for all heads": {"bias": abstract(1, 1, LENGTH, LENGTH)},
+}
+# Their chips are those that calls of every kind are compiled for.
+COMMON = ("tpu-v5e", "tpu-v6e")
 
 
 def flash_cells():
@@ -209,22 +263,121 @@ def flash_cells():
         for direction in ("forward", "backward"):
             for name, make in ((OURS, ours), ("jax splash", jax_splash), ("tokamax splash", tokamax_splash)):
                 yield Cell("flash_attention", f"head dim {dim}", name, direction, *make(direction, dim))
+    calls = {
+        "head dims 192 and 128": {"dim": 192, "value_dim": 128},
+        "head dim 128, length 16384": {"dim": 128, "length": 16384},
+        "head dim 128, length 16384, window of 1024": {"dim": 128, "length": 16384, "sliding_window": (1023, 0)},
+        **{f"head dim 128, {name}": {"dim": 128, **options} for name, options in FEATURES.items()},
+    }
     for direction in ("forward", "backward"):
-        yield Cell("flash_attention", "head dims 192 and 128", OURS, direction, *ours(direction, 192, 128))
-        yield Cell(
-            "flash_attention", "head dim 128, soft cap", OURS, direction, *ours(direction, 128, logits_soft_cap=50.0)
-        )
-        long = {"length": 16384, "sliding_window": (1023, 0)}
-        yield Cell(
-            "flash_attention",
-            "head dim 128, length 16384, window of 1024",
-            OURS,
-            direction,
-            *ours(direction, 128, **long),
-        )
-        yield Cell(
-            "flash_attention", "head dim 128, length 16384", OURS, direction, *ours(direction, 128, length=16384)
-        )
+        for call, options in calls.items():
+            yield Cell("flash_attention", call, OURS, direction, *ours(direction, **options), only=COMMON)
+
+
+# Page attention: what 1024 keys and values of all heads take, while pages are read without a break
+
+SEQUENCES, CONTEXT, KEYS, DIM = 64, 4096, 1024, 128
+
+
+def paged_arrays(page, dtype):
+    """Query, caches with blocks first, lengths and tables of decoding."""
+    pages = CONTEXT // page
+    cache = abstract(SEQUENCES * pages, KV_HEADS, page, DIM, dtype=dtype)
+    tables = abstract(SEQUENCES, pages, dtype=jnp.int32)
+    return abstract(SEQUENCES, HEADS, DIM), cache, cache, abstract(SEQUENCES, dtype=jnp.int32), tables
+
+
+def of_keys(cycles, keys, item, busy=0.0):
+    """The count of a step that takes so many keys of all heads."""
+    copied = 2 * KEYS * KV_HEADS * DIM * item
+    return Count(cycles * KEYS / keys, busy, SEQUENCES * CONTEXT // KEYS, copied)
+
+
+def inner_loop(schedule, least=0.6):
+    """The innermost part that has most of a kernel's cycles."""
+    (branch,) = (branch for branch in schedule.branches if branch.cycles > least * schedule.step)
+    while inner := [part for part in branch.parts if part.cycles > least * branch.cycles]:
+        (branch,) = inner
+    return branch
+
+
+def our_pages(page, dtype):
+    arrays = paged_arrays(page, dtype)
+
+    def build(generation):
+        from ejkernel import page_attention
+
+        return functools.partial(page_attention, platform="pallas"), arrays
+
+    def count(schedules, generation):
+        import ejkernel
+
+        with ejkernel.target(generation.name):
+            params = ejkernel.explain("page_attention", *arrays, platform="pallas").chosen.params
+        loop = inner_loop(named(schedules, "page_attention"))
+        # A step that asks for the next one's pages beside its work, one that does not, and one that is masked.
+        products = [part for part in loop.parts if part.busy.get("MXU", 0) > 0.02]
+        if len(products) != 3:
+            raise LookupError(f"page_attention has {len(products)} parts with products; three were expected")
+        cycles = loop.cycles - sum(part.cycles for part in products[1:])
+        busy = products[0].busy["MXU"] * products[0].cycles / cycles
+        # Where two cores share the heads, each takes a step for its own.
+        steps = KV_HEADS // params.blocksize_heads
+        return of_keys(cycles * steps, params.kv_blocksize, jnp.dtype(dtype).itemsize, busy)
+
+    return build, count, ("page_attention", arrays, {})
+
+
+def jax_paged(page, dtype):
+    """jax's paged_attention, whose grid has an axis of key heads."""
+    block = 2048
+
+    def build(generation):
+        from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+        query, cache, _, lengths, tables = paged_arrays(page, dtype)
+        cache = abstract(KV_HEADS, cache.shape[0], page, DIM, dtype=dtype)
+        run = functools.partial(paged_attention, pages_per_compute_block=block // page)
+        return run, (query, cache, cache, lengths, tables)
+
+    def count(schedules, generation):
+        schedule = named(schedules, "paged_attention")
+        # Of the parts one asks for the next block's pages; the others are for the first block.
+        cycles = schedule.overhead + max(leaf.cycles for leaf in schedule.leaves())
+        return of_keys(cycles * KV_HEADS, block, jnp.dtype(dtype).itemsize)
+
+    return build, count
+
+
+def jax_ragged_paged(page, dtype):
+    """jax's ragged_paged_attention, with the blocks that took the fewest cycles of some that were tried."""
+    block, queries = 512, 8
+
+    def build(generation):
+        from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+        query, cache, _, lengths, tables = paged_arrays(page, dtype)
+        cache = abstract(cache.shape[0], page, 2 * KV_HEADS, DIM, dtype=dtype)
+        starts = abstract(SEQUENCES + 1, dtype=jnp.int32)
+        run = functools.partial(
+            ragged_paged_attention, sm_scale=DIM**-0.5, num_kv_pages_per_block=block // page,
+            num_queries_per_block=queries, vmem_limit_bytes=64 * 2**20,
+        )  # fmt: skip
+        return run, (query, cache, lengths, tables, starts, abstract(1, dtype=jnp.int32))
+
+    def count(schedules, generation):
+        loop = inner_loop(named(schedules, "ragged_paged_attention"))
+        return of_keys(loop.cycles, block, jnp.dtype(dtype).itemsize)
+
+    return build, count
+
+
+def page_cells():
+    peers = (("jax paged_attention", jax_paged), ("jax ragged_paged_attention", jax_ragged_paged))
+    for page, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (64, "int8"), (64, "float8_e4m3fn")):
+        call = f"decoding, pages of {page}, {dtype}, 1024 keys of 8 heads"
+        for name, make in ((OURS, our_pages), *(peers if dtype == "bfloat16" and page > 16 else ())):
+            yield Cell("page_attention", call, name, "forward", *make(page, jnp.dtype(dtype)))
 
 
 # Grouped matmul: the step that adds to a tile of the result, all with the same tiles
@@ -277,9 +430,116 @@ def main_step(name):
         if not products:
             raise LookupError(f"no part of {name} is made of products")
         best = max(products, key=lambda leaf: leaf.busy["MXU"])
-        return best.cycles, best.busy["MXU"]
+        return Count(best.cycles, best.busy["MXU"])
 
     return count
+
+
+# Grouped matmul: the whole product, its rows drawn at random from groups that are equally likely
+
+# Rows, contraction, columns, groups.
+PRODUCTS = ((8192, 4096, 14336, 8), (32768, 2048, 1536, 64), (32768, 2048, 1536, 128))
+
+
+def rows_of_groups(m, groups):
+    """Bounds of the groups, uneven, at no multiples of anything."""
+    sizes = np.random.default_rng(0).multinomial(m, [1 / groups] * groups)
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def visits(bounds, m, size):
+    """``(tile's rows, first, end)`` of each pair of a tile and a group with rows in it; the latter two count from its first row."""
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        for tile in range(start // size, -(-stop // size) if stop > start else 0):
+            top = tile * size
+            found.append((min(size, m - top), max(start - top, 0), min(stop - top, size)))
+    return found
+
+
+def whole_product(m, k, n, groups):
+    arrays = abstract(m, k), abstract(groups, k, n), abstract(groups, dtype=jnp.int32)
+
+    def build(generation):
+        from ejkernel import grouped_matmul
+
+        return functools.partial(grouped_matmul, platform="pallas"), arrays
+
+    def count(schedules, generation):
+        import ejkernel
+        from ejkernel.kernels._pallas.tpu.grouped_matmul.matmul import _Call, _tiles
+
+        with ejkernel.target(generation.name):
+            explained = ejkernel.explain("grouped_matmul", *arrays, platform="pallas")
+        tiles = _tiles(explained.chosen.params)
+        if tiles.k < k:
+            raise LookupError(f"the contraction is in parts of {tiles.k}; one was expected")
+        strip, fewest = _Call(explained.call.shapes, explained.call.spec).product().strips(tiles, generation)
+        met = visits(rows_of_groups(m, groups), m, tiles.m)
+        columns = -(-n // tiles.n)
+        whole = [visit for visit in met if visit[1:] == (0, visit[0])]
+        parted = [visit for visit in met if visit[1:] != (0, visit[0])]
+        opened = sum(start == 0 for _, start, _ in parted)
+        pieces = sum(-(-end // fewest) - start // fewest for _, start, end in parted)
+        runs = [(len(whole), len(whole) * (tiles.m // strip)), opened, (len(parted), pieces)]
+        schedule = named(schedules, "grouped_matmul")
+        copied = 2 * (columns * m * k + groups * k * n + m * n)
+        runs = [tuple(x * columns for x in pair(run)) for run in runs]
+        found = weighed(schedule, columns * len(met), runs, 1, copied)
+        # What one product of the same sizes would take, and what each tile that is visited once more adds to that.
+        leaf = schedule.leaves()[0]
+        tile = schedule.overhead + leaf.cycles + leaf.loop * (tiles.m // strip - 1)
+        dense, extra = columns * tile * -(-m // tiles.m), columns * tile * (len(met) - -(-m // tiles.m))
+        ratios = {"times_the_dense_product": dense, "times_the_dense_product_and_partial_tiles": dense + extra}
+        return found._replace(more={name: round(found.cycles / cycles, 3) for name, cycles in ratios.items()})
+
+    return build, count, ("grouped_matmul", arrays, {})
+
+
+def pair(count):
+    return count if isinstance(count, tuple) else (count, count)
+
+
+def whole_peer(gmm, kernel, m, k, n, groups):
+    """Of a kernel with the steps of megablox: a tile of rows and a group, then parts of the contraction."""
+    rows, depth, width = MAIN_STEP
+    arrays = abstract(m, k), abstract(groups, k, n), abstract(groups, dtype=jnp.int32)
+
+    def count(schedules, generation):
+        schedule = named(schedules, kernel)
+        met, parts, columns = len(visits(rows_of_groups(m, groups), m, rows)), k // depth, -(-n // width)
+        leaves = schedule.leaves()
+        products = [leaf for leaf in leaves if leaf.busy.get("MXU")]
+        if len(products) != 2:
+            raise LookupError(f"{kernel} has {len(products)} parts with products; two were expected")
+        # The last part of a contraction, and the ones before it; what clears and stores runs once a visit.
+        runs = {id(products[0]): 1, id(products[1]): parts - 1}
+        copied = 2 * (met * columns * (rows * k + k * width) + m * n)
+        each = [runs.get(id(leaf), 1) * met * columns for leaf in leaves]
+        return weighed(schedule, met * columns * parts, each, 1, copied)
+
+    return lambda generation: (gmm(), arrays), count
+
+
+def whole_megablox(*sizes):
+    def gmm():
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+        return functools.partial(gmm, preferred_element_type=jnp.bfloat16, tiling=MAIN_STEP)
+
+    return whole_peer(gmm, "gmm", *sizes)
+
+
+def whole_tokamax(*sizes):
+    def gmm():
+        from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as kernel
+
+        def run(a, b, sizes):
+            return kernel.gmm(a, b, sizes, jax.lax.Precision.DEFAULT, jnp.bfloat16, tiling=MAIN_STEP)
+
+        return run
+
+    return whole_peer(gmm, "ragged_dot_gmm", *sizes)
 
 
 def grouped_cells():
@@ -287,6 +547,11 @@ def grouped_cells():
         for name, make in ((OURS, grouped), ("megablox", megablox)):
             call = "main step of 512 x 1024 x 1024"
             yield Cell("grouped_matmul", call, name, direction, *make(direction))
+    for sizes in PRODUCTS:
+        call = "{} x {} x {}, {} groups".format(*sizes)
+        peers = (OURS, whole_product), ("megablox", whole_megablox), ("tokamax gmm", whole_tokamax)
+        for name, make in peers:
+            yield Cell("grouped_matmul", call, name, "forward", *make(*sizes))
 
 
-CELLS = [*flash_cells(), *grouped_cells()]
+CELLS = [*flash_cells(), *page_cells(), *grouped_cells()]

@@ -3,11 +3,13 @@
     python benchmarks/tpu_cycles.py --out FILE [--peers DIR] [--only REGEX] [--topologies v5e:2x2 …]
 
 Every cell of `tpu_cells.py` is compiled for every generation, ours and the peers' with one libtpu, in a process for each
-generation. A kernel's cycles are those of its branches, times how often each runs, and those of the grid's steps. Waits for
-memory are in no schedule, so a kernel that copies more than it computes is predicted too low; the bytes it copies at least,
-over the bandwidth, stand beside. Clocks are inferred from the chips' peaks. Nothing here was measured on a TPU.
+generation. A kernel's cycles are those of its branches, times how often each runs, and those of the grid's steps: of one query
+head for flash attention, of 1024 keys of all heads for paged attention, of a whole product for grouped_matmul. Waits for memory are
+in no schedule: of paged attention and grouped products the cycles that copies take at the chip's bandwidth stand beside, and
+predicted times are those of the longer. Clocks are inferred from the chips' peaks. Times are of a whole call on one device; two
+cores that are one device share it. Seconds of compiling are those of all processors. Nothing here was measured on a TPU.
 
---peers: a folder with tokamax and what it imports. FILE is written after every generation; with --only the other rows stay.
+--peers: a folder with tokamax and what it imports. FILE is written after every row; the other rows in it stay.
 """
 
 import argparse
@@ -29,6 +31,7 @@ TOPOLOGIES = {
     "v6e:2x2": "tpu-v6e",
     "tpu7x:2x2x1": "tpu-v7",
 }
+TWO_CORES = ("tpu-v4", "tpu-v5p")  # that are one device
 
 
 def rows_of(topology, folder, pattern):
@@ -44,7 +47,8 @@ def rows_of(topology, folder, pattern):
     generation = GENERATIONS[TOPOLOGIES[topology]]
     sharding = jax.sharding.SingleDeviceSharding(device)
     for cell in CELLS:
-        if not re.search(pattern, f"{cell.part} {cell.call} {cell.implementation} {cell.direction}"):
+        named = f"{cell.part} {cell.call} {cell.implementation} {cell.direction}"
+        if not re.search(pattern, named) or generation.name not in (cell.only or (generation.name,)):
             continue
         row = {
             "part": cell.part,
@@ -52,24 +56,32 @@ def rows_of(topology, folder, pattern):
             "implementation": cell.implementation,
             "direction": cell.direction,
         }
-        begin = time.monotonic()
+        begin = time.process_time()
         try:
             run, arguments = cell.build(generation)
             arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
             with target(device), jax.default_device(device):
                 lowered = jax.jit(run).lower(*arguments)
             compiled, schedules = tpu_schedule.with_schedules(folder, lowered.compile)
-            cycles, busy = cell.count(schedules, generation)
+            found = cell.count(schedules, generation)
         except Exception as error:
             row["note"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
         else:
-            row |= {
-                "kilocycles": round(cycles / 1000, 3),
-                "predicted_ms": round(cycles / generation.clock * 1e3, 5),
-                "mxu_percent": round(100 * busy, 1),
-                "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
-                "compile_s": round(time.monotonic() - begin, 1),
-            }
+            row["kilocycles"] = round(found.cycles / 1000, 3)
+            cycles = found.cycles
+            if found.copied is not None:
+                copies = found.copied / generation.hbm * generation.clock
+                row["copies_kilocycles"] = round(copies / 1000, 3)
+                cycles = max(cycles, copies)
+            if found.units is not None:
+                seconds = cycles * found.units / generation.clock / (2 if generation.name in TWO_CORES else 1)
+                row["predicted_ms"] = round(seconds * 1e3, 4)
+            if found.busy:
+                row["mxu_percent"] = round(100 * found.busy, 1)
+            row |= found.more
+            if found.units is not None:
+                row["temporary_mib"] = round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1)
+            row["compile_s"] = round(time.process_time() - begin, 1)
         print("ROW " + json.dumps(row), flush=True)
 
 
@@ -91,19 +103,16 @@ def compile_on(topology, options):
     """Rows of a generation, compiled in a process of its own, for libtpu is told once where schedules go."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, **tpu_schedule.environment(folder)}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(options.peers or ""), os.environ.get("PYTHONPATH")])
-        )
+        # Behind this tree: the folder may hold another version of this library, as what a peer needs.
+        paths = [Path(__file__).parents[1], os.environ.get("PYTHONPATH"), options.peers]
+        environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
         command = [sys.executable, __file__, "--child", topology, "--folder", folder, "--only", options.only]
         child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        rows = []
         for line in child.stdout:
             if line.startswith("ROW "):
-                rows.append(json.loads(line[4:]))
-                print({name: value for name, value in rows[-1].items() if name != "part"}, flush=True)
+                yield json.loads(line[4:])
         if child.wait():
             print(f"{topology}: the process ended with {child.returncode}", file=sys.stderr)
-        return rows
 
 
 def main():
@@ -128,10 +137,11 @@ def main():
     head = {**origin(), "device": "TPUs, predicted from libtpu's schedules", "versions": versions(options.peers)}
     for topology in options.topologies:
         for row in compile_on(topology, options):
+            print({name: value for name, value in row.items() if name != "part"}, flush=True)
             known = parts.setdefault(row.pop("part"), [])
             key = {name: row[name] for name in ("call", "implementation", "direction")}
             known[:] = [other for other in known if not key.items() <= other.items()] + [row]
-        options.out.write_text(json.dumps({**head, **parts}, indent=1) + "\n")
+            options.out.write_text(json.dumps({**head, **parts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

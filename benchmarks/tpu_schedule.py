@@ -45,13 +45,15 @@ class Branch:
     """A conditional part of a kernel's step.
 
     Attributes:
-        cycles: of the part.
+        cycles: of the part, each instruction counted once.
+        loop: of these, those of its longest loop, 0 if it has none.
         busy: by unit, the share of its slots that are taken.
         spills: registers stored because there are too few.
         parts: conditional parts inside, which its cycles include.
     """
 
     cycles: int
+    loop: int
     busy: dict[str, float]
     spills: int
     parts: tuple[Branch, ...] = ()
@@ -116,7 +118,7 @@ def read(path: Path) -> Schedule:
         name=re.sub(r"^\d+-", "", stem),
         cycles=len(bundles),
         step=end - first,
-        branches=_tree(inside, use, capacity),
+        branches=_tree(inside, loops, use, capacity),
     )
 
 
@@ -133,7 +135,9 @@ def _spans(bundles: list[str]) -> tuple[list[tuple[int, int]], list[tuple[int, i
     return sorted(loops), sorted(conditionals)
 
 
-def _tree(spans: list[tuple[int, int]], use: list[Counter], capacity: dict[str, int]) -> tuple[Branch, ...]:
+def _tree(
+    spans: list[tuple[int, int]], loops: list[tuple[int, int]], use: list[Counter], capacity: dict[str, int]
+) -> tuple[Branch, ...]:
     """Spans as nested branches; of two that cross, the later one is left out."""
     branches, at = [], 0
     for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -144,9 +148,10 @@ def _tree(spans: list[tuple[int, int]], use: list[Counter], capacity: dict[str, 
         branches.append(
             Branch(
                 cycles=end - begin,
+                loop=max((b - a for a, b in loops if begin <= a and b <= end), default=0),
                 busy={unit: total[unit] / slots / (end - begin) for unit, slots in capacity.items() if total[unit]},
                 spills=total["VSTORE:SPILL"],
-                parts=_tree(inner, use, capacity),
+                parts=_tree(inner, loops, use, capacity),
             )
         )
         at = end

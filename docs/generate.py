@@ -2,8 +2,9 @@
 
 `features.md` is written whole; a page in `operations/` gets its table after a line `<!-- features: NAME -->`, and the README
 its table of devices between `<!-- devices -->` and `<!-- /devices -->`. `models.md` gets what was measured, between
-`<!-- models -->` and `<!-- /models -->`, from the file of `benchmarks/models_gpu.py`, if that is there. `benchmarks.md` is
-written whole, from all files of results; `ejkernel/__init__.pyi` comes from the signatures, see `stub.py`.
+`<!-- models -->` and `<!-- /models -->`, from the file of `benchmarks/models_gpu.py`, if that is there; `tpu.md` in the same
+way what `benchmarks/tpu_cycles.py` predicted. `benchmarks.md` is written whole, from all files of results;
+`ejkernel/__init__.pyi` comes from the signatures, see `stub.py`.
 
 python docs/generate.py            write
 python docs/generate.py --check    fail if a file is not current
@@ -20,6 +21,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "benchmarks")]  # this tree,
 import models_tables
 import results_page
 import stub
+import tpu_tables
 
 from ejkernel import Platform, kernel_registry
 from ejkernel.callib import CHIPS
@@ -148,6 +150,11 @@ def models(text: str) -> str:
     return between("models", f"{models_tables.markdown(json.loads(MODELS.read_text()))}\n{image}", text)
 
 
+def tpu(text: str) -> str:
+    """The page of TPU kernels with their predicted cycles."""
+    return between("tpu", tpu_tables.markdown(json.loads(tpu_tables.RESULTS.read_text())), text)
+
+
 def pages() -> dict[Path, str]:
     """Every page that has a part written here, as it should be."""
     operations = sorted((HERE / "operations").glob("*.md"))
@@ -157,6 +164,7 @@ def pages() -> dict[Path, str]:
         HERE / "features.md": features(),
         HERE / "benchmarks.md": results_page.markdown(),
         HERE / "models.md": models((HERE / "models.md").read_text()),
+        HERE / "tpu.md": tpu((HERE / "tpu.md").read_text()),
         **{path: operation_page(path.read_text()) for path in operations},
     }
 
