@@ -22,6 +22,10 @@ from ejkernel.ops.utils.fingerprint import stable_json
 from ejkernel.utils.directories import cache_directory
 from ejkernel.utils.values import is_set
 
+# How far a call may be, in powers of two of its sizes, from one whose time was predicted: a kernel that is the fastest for a long
+# sequence need not be it for one token, and no other times say so.
+FARTHEST_PREDICTED = 2.0
+
 
 @dataclass(frozen=True)
 class Record:
@@ -181,7 +185,8 @@ def _shipped(call: Call, device: DeviceInfo, entry: Implementation, direction: s
         return None
     params = params_class(direction)(**row["params"])
     distance = _apart(row["call"], wanted) or 0.0
-    if distance > kernel_registry.operation(call.algorithm).farthest:
+    farthest = kernel_registry.operation(call.algorithm).farthest
+    if distance > (min(farthest, FARTHEST_PREDICTED) if row["predicted"] else farthest):
         return None
     bucket = json.dumps(row["call"], sort_keys=True)
     return Record(params, row["seconds"], "shipped", bucket, distance, row["predicted"])
@@ -205,7 +210,7 @@ def _similar(call: Call, device: DeviceInfo, entry: Implementation, direction: s
         return None if distance is None or dims[0] != dims[1] else distance + 4 * len(features[0] ^ features[1])
 
     row = _nearest(call, device, entry, direction, apart)
-    return None if row is None else params_class(direction)(**row["params"])
+    return params_class(direction)(**row["params"]) if row and row["params"] else None
 
 
 def _nearest(
