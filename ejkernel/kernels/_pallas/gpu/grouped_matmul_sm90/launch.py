@@ -45,12 +45,23 @@ def rows_times_matrices(
     return out[None]
 
 
-def sums_over_rows(left: Array, right: Array, bounds: Array, dtype: Any, tiles: Tiles, *, interpret: Any = False) -> Array:
+def sums_over_rows(
+    left: Array, right: Array, bounds: Array, dtype: Any, tiles: Tiles, *, interpret: Any = False
+) -> Array:
     """``[1, G, I, J]``: of each group the transposed rows of ``left`` times those of ``right``, 0 without rows."""
     groups, side, columns = bounds.shape[1] - 1, left.shape[2], right.shape[2]
     row_tiles = groups * -(-side // tiles.rows)
     out = _launch(
-        Sums, left, right, bounds, (groups * side, columns), dtype, tiles, row_tiles, transposed=False, interpret=interpret
+        Sums,
+        left,
+        right,
+        bounds,
+        (groups * side, columns),
+        dtype,
+        tiles,
+        row_tiles,
+        transposed=False,
+        interpret=interpret,
     )
     return out.reshape(1, groups, side, columns)
 

@@ -10,7 +10,14 @@ from ejkernel.contracts.params import BwdParams, FwdParams
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import HALF, Backend, Platform, Support, cuda
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.requirements import refusal
-from ejkernel.kernels._pallas.gpu.grouped_matmul_sm90.parameters import READS, defaults, effective, for_sums, space, tiles_of
+from ejkernel.kernels._pallas.gpu.grouped_matmul_sm90.parameters import (
+    READS,
+    defaults,
+    effective,
+    for_sums,
+    space,
+    tiles_of,
+)
 
 # Below XLA's 0 until it is measured on a GPU: only a pin or a measurement makes it run.
 PRIORITY = -1
@@ -42,9 +49,7 @@ class PallasGroupedMatmul:
         a, b, bounds = (arrays[name] for name in ("a", "b", "bounds"))
         tiles, grads = tiles_of(params), {}
         if "a" in wanted:
-            grads["a"] = rows_times_matrices(
-                dout, b, bounds, not spec.transpose_b, a.dtype, tiles, interpret=interpret
-            )
+            grads["a"] = rows_times_matrices(dout, b, bounds, not spec.transpose_b, a.dtype, tiles, interpret=interpret)
         if "b" in wanted:
             left, right = (dout, a) if spec.transpose_b else (a, dout)
             grads["b"] = sums_over_rows(left, right, bounds, b.dtype, for_sums(tiles), interpret=interpret)

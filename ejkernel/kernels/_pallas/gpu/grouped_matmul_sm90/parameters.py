@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS, SHARED_MEMORY
 
@@ -37,7 +36,9 @@ def fitting(rows: int, columns: int, stages: int) -> Tiles:
 
 def tiles_of(params: FwdParams | BwdParams) -> Tiles:
     """Those of parameters, whatever they leave open."""
-    return fitting(params.blocksize_m or LARGEST_ROWS, params.blocksize_n or COLUMNS[-1], params.num_stages or MOST_STAGES)
+    return fitting(
+        params.blocksize_m or LARGEST_ROWS, params.blocksize_n or COLUMNS[-1], params.num_stages or MOST_STAGES
+    )
 
 
 def for_sums(tiles: Tiles) -> Tiles:

@@ -72,9 +72,7 @@ def produce(ctx: Context, tile: Tile, filled):
     def one(step, _):
         slot = wait_for_slot(ctx, filled + step)
         ready = shared.ready.at[slot]
-        pl.when(step == 0)(
-            lambda: store_info(c, shared.info.at[slot], [tile.steps, tile.row, tile.stop, tile.column])
-        )
+        pl.when(step == 0)(lambda: store_info(c, shared.info.at[slot], [tile.steps, tile.row, tile.stop, tile.column]))
         some = tile.steps > 0
         if ctx.sums:
             whole = (step + 1) * PANEL <= tile.count
