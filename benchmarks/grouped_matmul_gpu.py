@@ -29,7 +29,7 @@ BIG, MID, WIDE_FEW, FEW = (128, 256, 16), (128, 128, 16), (64, 256, 16), (64, 12
 CASES = {
     "large": (16384, 4096, 14336, 8, [BIG, MID], [BIG], [BIG]),
     "experts": (16384, 2048, 1408, 64, [BIG, MID, WIDE_FEW], [BIG, MID], [BIG, MID]),
-    "narrow": (4096, 2048, 768, 128, [WIDE_FEW, FEW, BIG], [WIDE_FEW, BIG], [BIG, MID]),
+    "narrow": (4096, 2048, 768, 128, [WIDE_FEW, FEW, (64, 64, 16), BIG], [WIDE_FEW, FEW], [BIG, MID]),
     "256 rows": (256, 2048, 1408, 64, [WIDE_FEW, FEW, (64, 64, 16)], [WIDE_FEW, FEW], [BIG]),
     "64 rows": (64, 2048, 1408, 64, [WIDE_FEW, FEW, (64, 64, 16)], [WIDE_FEW], [BIG]),
 }
@@ -367,16 +367,20 @@ def measure(options, write):
     )
     for executor in (pool, alone):
         executor.shutdown(wait=False, cancel_futures=True)
-    for case in cases:
-        try:
-            time_case(case, futures, options, write, begin)
-        except Exception as error:
-            traceback.print_exc(limit=3)
-            write({"part": "times", "case": case.text("all"), "failed": shown(error)})
+    # All cases with rows drawn at random come first.
+    for spreads in (SPREADS[:1], SPREADS[1:]):
+        for case in cases:
+            if spreads[0] != SPREADS[0] and (options.quick or case.dtype == "float32" or case.m <= 256):
+                continue
+            try:
+                time_case(case, spreads, futures, options, write, begin)
+            except Exception as error:
+                traceback.print_exc(limit=3)
+                write({"part": "times", "case": case.text(", ".join(spreads)), "failed": shown(error)})
 
 
-def time_case(case, futures, options, write, begin):
-    """All directions of a case, and all spreads of its rows."""
+def time_case(case, spreads, futures, options, write, begin):
+    """All directions of a case, with its rows spread so over the groups."""
     import jax
 
     from ejkernel.utils.bursts import time_bursts
@@ -388,7 +392,7 @@ def time_case(case, futures, options, write, begin):
             peers = Torch(case, options)
         except Exception as error:
             print("torch:", shown(error)[:150], flush=True)
-    for spread in SPREADS[: 1 if options.quick or case.dtype == "float32" or case.m <= 256 else None]:
+    for spread in spreads:
         bounds = jax.block_until_ready(case.bounds(spread))
         for direction in DIRECTIONS:
             if time.time() - begin > options.limit - 8:
@@ -396,7 +400,9 @@ def time_case(case, futures, options, write, begin):
                 continue
             rows, runners, best = {}, {}, 0
             for (of, which, name), future in futures.items():
-                if of is not case or which != direction or (spread != SPREADS[0] and not name.startswith("pallas ")):
+                if of is not case or which != direction:
+                    continue
+                if spread != SPREADS[0] and name != named("pallas", case.tiles[direction][0]):
                     continue
                 row = {
                     "part": "times",

@@ -7,11 +7,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import clear_outside, modulo
 from ejkernel.kernels._pallas.gpu.grouped_matmul_sm90.state import PANEL, Context, Tile
 from ejkernel.kernels._pallas.gpu.grouped_matmul_sm90.terms import store_info
 
 ENDED = -1
+# A copy's rows are static. What lies in the other rows of a slot is multiplied too, but for rows that nobody stores.
+COPIED_ROWS = (16, 32, ROWS)
 
 
 def produce_all(ctx: Context, cta):
@@ -52,7 +55,7 @@ def produce(ctx: Context, tile: Tile, filled):
 
     def copy(step, slot, barrier):
         for i in range(c.consumers):
-            plgpu.copy_gmem_to_smem(ctx.left_part(tile, step, i), shared.left.at[slot, i], barrier)
+            copy_left(ctx, tile, step, i, shared.left.at[slot, i], barrier)
         for i in range(c.right_panels):
             plgpu.copy_gmem_to_smem(ctx.right_part(tile, step, i), shared.right.at[slot, i], barrier)
 
@@ -84,6 +87,24 @@ def produce(ctx: Context, tile: Tile, filled):
 
     lax.fori_loop(0, steps, one, None)
     return filled + steps
+
+
+def copy_left(ctx: Context, tile: Tile, step, consumer: int, target, barrier):
+    """A consumer's part of the left operand: of a group with few rows not many more, for what it takes to copy them all."""
+    if ctx.sums:
+        plgpu.copy_gmem_to_smem(ctx.left_part(tile, step, consumer), target, barrier)
+        return
+    count = tile.stop - tile.row - consumer * ROWS
+    pl.when(count <= 0)(lambda: plgpu.barrier_arrive(barrier))
+    least = 0
+    for rows in COPIED_ROWS:
+        chosen = (count > least) & (count <= rows) if rows < ROWS else count > least
+
+        @pl.when(chosen)
+        def _(rows=rows):
+            plgpu.copy_gmem_to_smem(ctx.left_part(tile, step, consumer, rows), target.at[pl.ds(0, rows)], barrier)
+
+        least = rows
 
 
 def drain(ctx: Context, filled):

@@ -193,9 +193,9 @@ class Rows(Context):
             group=entry - 1,
         )
 
-    def left_part(self, tile: Tile, step, consumer: int):
-        """What a step copies for a consumer."""
-        return self.left.at[0, pl.ds(tile.row + consumer * ROWS, ROWS), pl.ds(step * PANEL, PANEL)]
+    def left_part(self, tile: Tile, step, consumer: int, rows: int):
+        """What a step copies for a consumer, so many rows of it."""
+        return self.left.at[0, pl.ds(tile.row + consumer * ROWS, rows), pl.ds(step * PANEL, PANEL)]
 
     def right_part(self, tile: Tile, step, panel: int):
         """What a step copies for all of them."""
