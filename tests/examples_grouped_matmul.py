@@ -41,7 +41,7 @@ def ragged(m, k, n, sizes, *, transpose_b=False, held=None, **more):
 SHORT_INTERPRETED = {"batched", "ragged_odd", "ragged_offset_transposed_wide"}
 
 
-def example(name, make, features=(), batch=None, **statics):
+def example(name, make, features=(), batch=None, uneven=True, **statics):
     return Example(
         operation="grouped_matmul",
         name=name,
@@ -49,7 +49,8 @@ def example(name, make, features=(), batch=None, **statics):
         reference=reference,
         statics=statics,
         differentiable=("a", "b"),
-        features=frozenset(features),
+        # Few numbers make few whole rows of 16 bytes.
+        features=frozenset(features) | ({"uneven_rows"} if uneven else set()),
         batch=batch or {},
         slow_interpreted=name not in SHORT_INTERPRETED,
     )
@@ -59,11 +60,15 @@ BATCH = {"a": 0, "b": 0}
 WIDE = {"preferred_element_type": "float32"}
 
 EXAMPLES = [
-    example("batched", batched(4, 3, 5, 8, 6), batch=BATCH),
+    example("batched", batched(4, 3, 5, 8, 6), {"batched"}, batch=BATCH),
     example(
-        "batched_transposed", batched(4, 2, 7, 5, 3, transpose_b=True), {"transpose_b"}, batch=BATCH, transpose_b=True
+        "batched_transposed",
+        batched(4, 2, 7, 5, 3, transpose_b=True),
+        {"batched", "transpose_b"},
+        batch=BATCH,
+        transpose_b=True,
     ),
-    example("batched_one_group", batched(2, 1, 1, 9, 1), batch=BATCH),
+    example("batched_one_group", batched(2, 1, 1, 9, 1), {"batched"}, batch=BATCH),
     example("ragged", ragged(40, 8, 6, [3, 17, 20]), {"ragged"}),
     example("ragged_odd", ragged(53, 7, 5, [21, 0, 0, 19, 2]), {"ragged"}),
     example(
@@ -76,6 +81,7 @@ EXAMPLES = [
     example("ragged_all_in_one", ragged(35, 4, 8, [0, 35, 0]), {"ragged"}),
     example("ragged_nothing", ragged(9, 4, 3, [0, 0]), {"ragged"}),
     example("ragged_one_row_each", ragged(6, 3, 5, [1, 1, 1, 1, 1, 1]), {"ragged"}),
+    example("ragged_even", ragged(40, 8, 16, [3, 17, 20]), {"ragged"}, uneven=False),
     # More rows than the largest tile.
     example("ragged_long", ragged(700, 5, 3, [290, 3, 0, 390]), {"ragged"}),
     example(

@@ -45,6 +45,7 @@ BUILTIN = {
         (
             "ejkernel.kernels._xla.grouped_matmul",
             "ejkernel.kernels._triton.grouped_matmul",
+            "ejkernel.kernels._pallas.gpu.grouped_matmul_sm90.matmul",
             "ejkernel.kernels._pallas.tpu.grouped_matmul.matmul",
         ),
     ),

@@ -23,6 +23,11 @@ from ejkernel.utils.values import concrete
 
 _check = Checker("grouped_matmul")
 
+# What tensor copies take whole rows of.
+ROW_BYTES = 16
+# Features that a call's dtypes, its lengths or the lack of another feature tell in a key of tuned parameters.
+TOLD_BY_OTHERS = {"preferred_element_type", "float64_result", "batched", "uneven_rows"}
+
 
 def grouped_matmul(
     a: Float[AnyArray, "..."],
@@ -92,6 +97,8 @@ class GroupedMatmul(Operation):
         "transpose_b": "transposed matrices in b",
         "preferred_element_type": "a result of another dtype than the operands",
         "float64_result": "a result in float64 of narrower operands",
+        "batched": "two batches of matrices (no group_sizes)",
+        "uneven_rows": "k or n whose rows are no multiple of 16 bytes",
     }
     gradients = ("a", "b")
 
@@ -104,16 +111,22 @@ class GroupedMatmul(Operation):
         self._check_groups(a["b"], a["group_sizes"], a["group_offset"])
         dtype = jnp.dtype(a["a"].dtype)
         spec = self._spec(dtype, transpose, a["preferred_element_type"])
+        rows, inner = a["a"].shape[-2:]
+        columns = self._shape(a)[-1]
         used = {
             "ragged": (ragged, "group_sizes"),
             "group_offset": (a["group_offset"] is not None, "group_offset"),
             "transpose_b": (transpose, "transpose_b"),
             "preferred_element_type": (spec.dtype != dtype, f"a result in {spec.dtype} of {dtype}"),
             "float64_result": (spec.dtype == jnp.float64 != dtype, f"a result in float64 of {dtype}"),
+            "batched": (not ragged, "the form without group_sizes"),
+            "uneven_rows": (
+                any(length * dtype.itemsize % ROW_BYTES for length in (inner, columns)),
+                f"k {inner} with n {columns}, not both multiples of {max(1, ROW_BYTES // dtype.itemsize)},",
+            ),
         }
         features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
         batch, groups = (1, a["b"].shape[0]) if ragged else a["b"].shape[:2]
-        rows, inner = a["a"].shape[-2:]
         return Call(
             operation=self.name,
             arguments=self.given(a),
@@ -124,11 +137,11 @@ class GroupedMatmul(Operation):
                 ("dtype", dtype.name),
                 ("result", spec.dtype.name),
                 ("k", inner),
-                ("n", self._shape(a)[-1]),
+                ("n", columns),
                 ("batch_len", power_of_two(batch)),
                 ("groups_len", power_of_two(groups)),
                 ("m_len", power_of_two(rows)),
-                ("features", " ".join(sorted(features.keys() - {"preferred_element_type", "float64_result"}))),
+                ("features", " ".join(sorted(features.keys() - TOLD_BY_OTHERS))),
             ),
         )
 

@@ -293,7 +293,7 @@ class TritonGroupedMatmul:
 
 register(
     "grouped_matmul",
-    features={"ragged", "group_offset", "transpose_b", "preferred_element_type"},
+    features={"ragged", "group_offset", "transpose_b", "preferred_element_type", "batched", "uneven_rows"},
     gradients={"a", "b"},
     head_dims=HeadDims(),
     priority=UNMEASURED,

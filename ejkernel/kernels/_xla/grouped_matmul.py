@@ -293,7 +293,10 @@ kernel_registry.register(
     support=Support(
         devices=any_device(),
         dtypes=ALL_FLOATS,
-        features={"ragged", "group_offset", "transpose_b", "preferred_element_type", "float64_result"},
+        features={
+            *("ragged", "group_offset", "transpose_b", "preferred_element_type", "float64_result"),
+            *("batched", "uneven_rows"),
+        },
         gradients={"a", "b"},
     ),
 )(XlaGroupedMatmul)

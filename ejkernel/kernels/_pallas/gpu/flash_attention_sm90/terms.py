@@ -106,11 +106,12 @@ def _by_chunks(acc, p16, v, swizzle: int):
     return multiply(acc, p16, (first, rights), p16.mlir_dtype, transposed=fastest != mma_utils.Dim.K)
 
 
-def multiply(acc, left, right, kind: ir.Type, transposed: bool):
+def multiply(acc, left, right, kind: ir.Type, transposed: bool, left_transposed: bool = False):
     """``acc + left · right`` in flight, 16 of what is summed over an instruction.
 
     An operand in shared memory is a pair: the descriptor of its first part, and for each instruction how many bytes behind
-    that its part lies. ``left`` may be an array in registers. ``transposed``: whether the columns of ``right`` lie side by side.
+    that its part lies. ``left`` may be an array in registers. ``transposed``: whether the columns of ``right`` lie side by side;
+    ``left_transposed``: whether the rows of ``left`` do.
     """
     in_registers = isinstance(left, mgpu.FragmentedArray)
     value = _wgmma.wgmma_fence(acc.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT))
@@ -124,7 +125,7 @@ def multiply(acc, left, right, kind: ir.Type, transposed: bool):
             registers,
             left[:, i * CHUNK : (i + 1) * CHUNK] if in_registers else _behind(left[0], left[1][i]),
             _behind(right[0], place),
-            a_transpose=None if in_registers else False,
+            a_transpose=None if in_registers else left_transposed,
             b_transpose=transposed,
             a_k_stride=None if in_registers else 2 * CHUNK,
             b_k_stride=2 * CHUNK,
@@ -288,15 +289,16 @@ def clear_rows(c: KernelConfig, tile, flags, panel: bool = False):
     clear(tile, flags)
 
 
-def clear_outside(c: KernelConfig, tile, low, high):
-    """Zeros in the rows of ``tile``, of shared memory, before ``low`` and from ``high`` on, by a warp."""
+def clear_outside(c: KernelConfig, tile, low, high, panel: bool = False):
+    """Zeros in the rows of ``tile``, of shared memory, before ``low`` and from ``high`` on, by a warp; ``panel``: of a panel."""
     if c.interpreted:
         row = lax.broadcasted_iota(jnp.int32, tile.shape, 0)
         tile[...] = jnp.where((row < low) | (row >= high), 0, tile[...])
         return
     scalar = plgpu.Layout.WG_SPLAT(())
+    how = transforms(tile.shape[1])[1:] if panel else transforms(tile.shape[1])
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(tile.shape[1])), scalar, scalar))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(how), scalar, scalar))
     def clear(_, tile, low, high):
         [low], [high] = low.registers.flat, high.registers.flat
 

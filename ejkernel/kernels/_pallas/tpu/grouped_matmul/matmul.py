@@ -66,7 +66,7 @@ class _Call:
 
 @register(
     "grouped_matmul",
-    features={"ragged", "group_offset", "transpose_b", "preferred_element_type"},
+    features={"ragged", "group_offset", "transpose_b", "preferred_element_type", "batched", "uneven_rows"},
     gradients={"a", "b"},
 )
 class TpuGroupedMatmul:

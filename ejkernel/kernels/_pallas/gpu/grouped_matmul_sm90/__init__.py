@@ -1,0 +1,1 @@
+"""Grouped matmul for Hopper GPUs, in Pallas Mosaic GPU; ``matmul`` declares it."""
