@@ -61,7 +61,9 @@ def launcher() -> Path:
 
 def _kept(name: str, suffix: str, parts: list[str], make: Callable[[], bytes]) -> tuple[bytes, Path | None]:
     """An entry's content and place, made if it is not there; the place is None if it cannot be written."""
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    # Options of compilers are in the toolchain's text.
+    options = Path(toolchain.__file__).read_text(encoding="utf-8")
+    key = hashlib.sha256("\0".join([options, *parts]).encode()).hexdigest()[:32]
     path = cache_directory() / "cuda" / f"{name}-{key}{suffix}"
     found = _read(path)
     if found is not None:

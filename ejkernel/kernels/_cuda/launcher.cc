@@ -182,7 +182,7 @@ ffi::Error Launch(Stream stream, ffi::RemainingArgs operands, ffi::RemainingRets
     buffers.push_back(operand->untyped_data());
   }
   for (std::size_t i = 0; i < results.size(); ++i) {
-    const auto result = results.get<ffi::AnyBuffer>(i);
+    auto result = results.get<ffi::AnyBuffer>(i);
     if (result.has_error()) return result.error();
     buffers.push_back((*result)->untyped_data());
     if (i + static_cast<std::size_t>(zeroed) < results.size()) continue;

@@ -21,9 +21,9 @@ BLOCK_UNITS, BLOCK_BATCH = 16, 8
 UNIT_BLOCKS, BATCH_BLOCKS = (1, 2, 4, 8, 16), (1, 2, 4)
 # Rows of a row block and a batch block are a product of the tensor cores; results of more would not leave registers for weights.
 MOST_RESULTS = 16
-# Of a thread: those for results, weights and rows on their way. The compiler needs the rest.
-REGISTERS = 224
-REGISTERS_OF_FLOAT32 = 24  # that splitting numbers takes
+# Of a thread: those for results, weights, rows on their way and where they come from. The compiler needs the rest, and more where
+# numbers are split, where several planes wait for a step, and where weights are on their way too.
+REGISTERS, FOR_SPLITTING, FOR_PLANES, FOR_STREAMING = 228, 40, 8, 16
 LANE_BYTES, FRAGMENT_BYTES = 16, 1024
 PARTIAL_BYTES = 512  # of a warp's product of a row block and a batch block
 WATCHDOG = 1 << 25  # polls of a barrier, each of at least 0.3 µs
@@ -132,15 +132,19 @@ def _divided(problem: Problem, capacity: Capacity, unit_blocks: int, batch_block
     numbers = WARPS * 4 * LANE_BYTES // problem.itemsize
     pieces = -(-problem.length // numbers)
     ahead = min(pieces, 8 // batch_blocks)
-    free = REGISTERS - 4 * batch_blocks * (row_blocks + ahead) - (REGISTERS_OF_FLOAT32 if problem.itemsize == 4 else 0)
-    kept = min(pieces, max(0, free // (8 * row_blocks)))
+    free = REGISTERS - 2 * batch_blocks - 4 * batch_blocks * (row_blocks + ahead)
+    free -= FOR_SPLITTING * (problem.itemsize == 4) + FOR_PLANES * (problem.gates == 1)
 
     items = -(-unit_blocks * batch_blocks * 64 // (32 * WARPS)) * 32 * WARPS
     used = WARPS * row_blocks * batch_blocks * PARTIAL_BYTES + passes * 2 * items * 8
     if used > capacity.shared_memory:
         return None
     of_piece = WARPS * row_blocks * FRAGMENT_BYTES
-    shared = min(pieces - kept, (capacity.shared_memory - used) // of_piece)
+    room = (capacity.shared_memory - used) // of_piece
+    kept = max(0, min(pieces, free // (8 * row_blocks)))
+    if kept + room < pieces:
+        kept = max(0, (free - FOR_STREAMING) // (8 * row_blocks))
+    shared = min(pieces - kept, room)
     return Plan(
         problem,
         unit_blocks,

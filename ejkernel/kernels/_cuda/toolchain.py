@@ -53,14 +53,11 @@ class HostCompiler:
     def library(self, source: Path, include: str) -> bytes:
         """A shared library of a source that needs nothing but one folder of headers and the C++ library."""
         # nvcc hands to its host compiler what it does not know itself.
-        through = "-Xcompiler=" if Path(self.path).name == "nvcc" else ""
-        own = [f"{through}{option}" for option in ("-fPIC", "-fvisibility=hidden")]
+        code = "-Xcompiler=-fPIC" if Path(self.path).name == "nvcc" else "-fPIC"
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "library.so"
-            _run(
-                [self.path, "-std=c++17", "-O2", "-shared", *own, "-isystem", include, str(source), "-o", str(result)]
-                + ["-ldl"]
-            )
+            options = ["-std=c++17", "-O1", "-shared", code, "-isystem", include]
+            _run([self.path, *options, str(source), "-o", str(result), "-ldl"])
             return result.read_bytes()
 
 
