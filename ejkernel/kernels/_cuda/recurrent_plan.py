@@ -29,8 +29,8 @@ PARTIAL_BYTES = 512  # of a warp's product of a row block and a batch block
 WATCHDOG = 1 << 25  # polls of a barrier, each of at least 0.3 µs
 
 # Rough rates, to compare plans: bytes a second from the second-level cache of a chip, multiplications a second of a multiprocessor in
-# half precision, bytes a second of its shared memory.
-CACHE_RATE, PRODUCT_RATE, SHARED_RATE = 5e12, 2e12, 2e11
+# half precision, bytes a second of its shared memory; and the seconds of latencies in a pass.
+CACHE_RATE, PRODUCT_RATE, SHARED_RATE, PASS_SECONDS = 5e12, 2e12, 2e11, 1e-6
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Plan:
         }
 
     def seconds(self) -> float:
-        """A step's time but for latencies, as far as plans differ in it."""
+        """A step's time, as far as plans differ in it."""
         p = self.problem
         row_blocks = self.unit_blocks * p.gates
         streamed = WARPS * self.streamed * row_blocks * FRAGMENT_BYTES
@@ -95,7 +95,7 @@ class Plan:
             self.shared * row_blocks * FRAGMENT_BYTES + 2 * row_blocks * self.batch_blocks * PARTIAL_BYTES
         )
         cached = self.grid * (rows + streamed) / CACHE_RATE
-        return self.passes * (cached + products / PRODUCT_RATE + shared / SHARED_RATE)
+        return self.passes * (PASS_SECONDS + cached + products / PRODUCT_RATE + shared / SHARED_RATE)
 
 
 def plan(problem: Problem, capacity: Capacity, *, units: int | None = None, entries: int | None = None) -> Plan:
