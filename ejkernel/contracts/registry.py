@@ -62,7 +62,10 @@ BUILTIN = {
             "ejkernel.kernels._pallas.tpu.page_attention.attention",
         ),
     ),
-    "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
+    "recurrent": (
+        "ejkernel.ops.recurrent",
+        ("ejkernel.kernels._xla.recurrent", "ejkernel.kernels._cuda.recurrent"),
+    ),
     "ring_attention": ("ejkernel.ops.ring_attention", ()),
 }
 
