@@ -252,8 +252,7 @@ def arrays_of(call):
         keys = jax.random.split(jax.random.key(0, impl="rbg"), 6)
         shapes = {"query": call.shape, "key": call.shape, "value": (*leading, width), "dout": (*leading, width)}
         arrays = {
-            name: jax.random.normal(key, shape, kind)
-            for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+            name: jax.random.normal(key, shape, kind) for key, (name, shape) in zip(keys, shapes.items(), strict=False)
         }
         if call.outliers:
             arrays["key"] = arrays["key"].at[:, OUTLIERS[0]].multiply(OUTLIERS[1])
@@ -353,18 +352,20 @@ def compiled(calls, pinned):
         programs = {
             (i, direction): pool.submit(
                 ready,
-                lambda call=call, direction=direction: program(
-                    call, direction, functools.partial(call.attention, pinned)
-                )
-                .lower(*shapes(call))
-                .compile(),
+                lambda call=call, direction=direction: (
+                    program(call, direction, functools.partial(call.attention, pinned)).lower(*shapes(call)).compile()
+                ),
             )
             for i, call in enumerate(calls)
             for direction in call.directions
         }
         names = {call.name: call for call in calls}
         makers = {n: pool.submit(ready, lambda c=c: jax.jit(arrays_of(c)).lower().compile()) for n, c in names.items()}
-        references = {n: pool.submit(ready, lambda c=c: reference_of(c)) for n, c in names.items() if c.name != "dense" and c.shape[1] < 2**15}
+        references = {
+            n: pool.submit(ready, lambda c=c: reference_of(c))
+            for n, c in names.items()
+            if c.name != "dense" and c.shape[1] < 2**15
+        }
         return [{key: work.result() for key, work in works.items()} for works in (programs, makers, references)]
 
 
@@ -413,7 +414,9 @@ def rows_of(part, calls, works, options):
         found = times[i, direction]
         row |= {"ms": found.best * 1e3, "median_ms": found.median * 1e3}
         # The first call of the part, or of that name: parts without one plain call.
-        plain = times.get((0 if calls[0].name in ("plain", "dense") else calls.index(call_of_name(calls, call)), direction))
+        plain = times.get(
+            (0 if calls[0].name in ("plain", "dense") else calls.index(call_of_name(calls, call)), direction)
+        )
         if plain is not None and plain.error is None and plain is not found:
             row["times_the_plain"] = found.best / plain.best / (DENSITY if call.blocks else 1)
         if not call.blocks and "sliding_window" not in call.options:
