@@ -70,6 +70,23 @@ CALLS = {
 }
 
 
+retries = forwards.retries
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [0, 130])
+def test_masks_are_speculative(hidden, retries, capfd):
+    """A block whose first keys are hidden from a row, which sees later ones, is computed again."""
+    seen = RNG.random((2, 1, 150, 235)) < 0.8
+    seen[:, :, 3, :hidden] = False
+    options = {"attention_mask": seen}
+    forwards.interpreted(forwards.inputs(**SHAPE), options, forwards.tile_of(128, 64, 8, 2), capfd)
+    jax.effects_barrier()
+    assert retries
+    assert any(retries) == (hidden > 0)
+
+
 # The short lane has the property tests of these features.
 @pytest.mark.interpreted
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import (
     QueryBlock,
     Shared,
     shared_memory,
+    unit_of,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.padding import without_padding
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.pairs import pair_arrays, word_size
@@ -86,7 +87,10 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
     table, (head, full, tail), most_steps = _step_table(arrays, spec, block, step)
     # Vectors are read in whole blocks, past the last row too.
     ends = table.shape[1] * block, kv_len + step
-    optional = {**mask_vectors(arrays, *ends), **pair_arrays(arrays, *ends, word_size(step), copy=bool(interpret))}
+    of_call = statics(arrays, spec)
+    unit = unit_of(of_call["scale"], of_call["cap"])
+    of_pairs = pair_arrays(arrays, *ends, word_size(step), copy=bool(interpret), unit=unit)
+    optional = {**mask_vectors(arrays, *ends), **of_pairs}
     if "padding" in arrays:
         optional["padded"] = any_in_step(optional["padding"], step)
     if "softmax_aux" in arrays:
@@ -98,16 +102,13 @@ def forward(arrays: dict[str, Array], spec: Any, params: FwdParams, *, interpret
         # Two consumers alternate between products and softmax. Three overlap without; so do two if one part is much
         # longer: the products of wide heads, the softmax with a cap.
         ping_pong=consumers == 2 and small and not spec.logits_soft_cap,
-        **statics(arrays, spec),
+        **of_call,
         sinks="softmax_aux" in arrays,
         # What wide heads leave of registers is too little for a loop over blocks beside these.
         persistent=small or not {"q_segment_ids", "bias", "attention_mask", "dropout_key"} & arrays.keys(),
         clears="padding" in arrays,
-        # Float16 weights above 1 may overflow. With a bias or a mask a row's first logits say little of the later ones.
-        speculative=small
-        and value.dtype == jnp.bfloat16
-        and not {"bias", "attention_mask"} & arrays.keys()
-        and most_steps >= SPECULATIVE_STEPS,
+        # Float16 weights above 1 may overflow. With a bias a row's first logits say little of the later ones.
+        speculative=small and value.dtype == jnp.bfloat16 and "bias" not in arrays and most_steps >= SPECULATIVE_STEPS,
         head=head,
         full=full,
         tail=tail,

@@ -9,12 +9,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.kernels._pallas.gpu.flash_attention_sm90.ahead import ahead_of
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.forward_state import Context, ForwardConfig, QueryBlock
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.panels import start_pv, start_qk
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import ROWS
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
     BY_ROW,
     modulo,
+    never_taken_branch,
     opaque_zero,
     partial_row_sums,
     reduce_rows,
@@ -133,7 +135,17 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
     def row_sums(p):
         return partial_row_sums(c, p) if c.speculative else reduce_rows(c, p, "add")
 
-    def softmax(s, i, top, total, masked: bool, all_started: bool = False):
+    def ahead(i, masked: bool):
+        """What a step's logits meet beside each other, loaded while they are computed."""
+        if not (c.bias or c.mask or c.dropout):
+            return None
+        # Were there no branches, ptxas would put this among the products, which would start late, or behind their wait.
+        never_taken_branch(c)
+        found = ahead_of(block.tile(row0, block.begin + i * c.step), c.step, may_end=masked, unit=c.unit)
+        never_taken_branch(c)
+        return found
+
+    def softmax(s, i, top, total, given, masked: bool, all_started: bool = False):
         """Weights of a step, their sum so far, and, if the reference was updated, that and the factor of earlier terms.
 
         A row that has seen nothing keeps ``LOWEST``: its logits are -inf, which is not above, and its weights 0. Its
@@ -142,14 +154,11 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
         ``all_started``: every row's first visible key lies at or before the step's first.
         """
 
-        def column0():
-            return block.begin + i * c.step
-
         s = _logits(c, s)
-        if c.bias or c.mask:
-            s = block.tile(row0, column0()).biased(s, may_end=masked)
+        if given is not None:
+            s = given.biased(s)
         if masked:
-            s = block.mask(s, row0, column0(), all_started)
+            s = block.mask(s, row0, block.begin + i * c.step, all_started)
         updated = ()
         if nth is None or not all_started:
             high = reduce_rows(c, s, "max") * c.factor
@@ -159,7 +168,7 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
             updated = top, decay
         p = jnp.exp2(s * c.factor - lax.broadcast_in_dim(top, s.shape, [0]))
         total = total + row_sums(p)
-        return block.tile(row0, column0()).dropped(p) if c.dropout else p, total, updated
+        return p if given is None else given.dropped(p), total, updated
 
     def step(i, carry, masked: bool, all_started: bool):
         acc, top, total, p16 = carry
@@ -168,9 +177,10 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
         s = start_qk(c, q, shared.k.at[now])
         acc = start_pv(c, acc, p16, shared.v.at[now], p_smem)
         ping_pong_arrive()
+        given = ahead(i, masked)
         (s,) = wait_for_products(c, 1, s)
         plgpu.barrier_arrive(shared.k_free.at[now])
-        p, total, updated = lax.optimization_barrier(softmax(s, i, top, total, masked, all_started))
+        p, total, updated = lax.optimization_barrier(softmax(s, i, top, total, given, masked, all_started))
         wait_for_next(i)
         acc, p = wait_for_products(c, 0, acc, p)
         plgpu.barrier_arrive(shared.v_free.at[now])
@@ -192,10 +202,12 @@ def consume(ctx: Context, block: QueryBlock, warpgroup, first_slot, nth=None):
     ping_pong_wait()
     s = start_qk(c, q, shared.k.at[slot(0)])
     ping_pong_arrive()
+    first_masked = c.head or c.tail
+    given = ahead(jnp.int32(0), first_masked)
     (s,) = wait_for_products(c, 0, s)
     for free in (shared.k_free, shared.v_free):
         plgpu.barrier_arrive(free.at[slot(0)])
-    p, total, (top, _) = softmax(s, jnp.int32(0), top, total, masked=c.head or c.tail)
+    p, total, (top, _) = softmax(s, jnp.int32(0), top, total, given, first_masked)
     wait_for_next(0)
     carry = acc, top, total, p.astype(shared.v.dtype)
     # All rows have started at the first unmasked step, or where it would be: trailing masked steps test only the upper
@@ -259,6 +271,5 @@ def _store(ctx: Context, block: QueryBlock, warpgroup, row0, acc, top, total, ag
 def _logits(c: ForwardConfig, s):
     """Logits, but for ``c.factor``."""
     if c.cap:
-        capped = jnp.tanh(s * (c.scale / c.cap))
-        return capped * c.cap if c.bias else capped
-    return s if c.scale > 0 and not c.bias else s * c.scale
+        return jnp.tanh(s * (c.scale / c.cap))
+    return s if c.scale > 0 else s * c.scale

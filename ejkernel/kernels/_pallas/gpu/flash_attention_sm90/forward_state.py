@@ -27,6 +27,11 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import (
 from ejkernel.kernels.common.softmax import LOG2E
 
 
+def unit_of(scale: float, cap: float) -> float:
+    """See ``ForwardConfig.unit``."""
+    return cap or max(scale, 0.0) or 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardConfig(KernelConfig):
     """Everything static about a forward.
@@ -80,9 +85,14 @@ class ForwardConfig(KernelConfig):
         return not self.value_panel and self.dim == self.value_dim and not narrow(self.dim, self.value_dim)
 
     @property
+    def unit(self) -> float:
+        """What logits are multiplied by after the maximum was taken: it is positive. A bias is divided by it."""
+        return unit_of(self.scale, self.cap)
+
+    @property
     def factor(self) -> float:
-        """What logits are multiplied by after the maximum was taken: it is positive. With log2(e)."""
-        return (1.0 if self.bias else self.cap or max(self.scale, 0.0) or 1.0) * LOG2E
+        """The same, with log2(e)."""
+        return self.unit * LOG2E
 
 
 class Shared(NamedTuple):

@@ -28,27 +28,31 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90.plan import CORE_ROWS, RO
 from ejkernel.kernels._pallas.gpu.flash_attention_sm90.terms import array_like, array_of, constant, scalars
 from ejkernel.kernels.common import dropout
 
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 # On the host
 
 
 def pair_arrays(
-    arrays: dict[str, Array], rows: int, keys: int, word: int, *, copy: bool, by_keys: bool = False
+    arrays: dict[str, Array], rows: int, keys: int, word: int, *, copy: bool, by_keys: bool = False, unit: float = 1.0
 ) -> dict[str, Array]:
     """A bias, the bits of a mask and dropout's keys of queries as kernels read them, up to so many ``rows`` and ``keys``.
 
     ``word``: see ``word_size``. ``copy``: a bias with a row for each query is padded too, for the interpreter.
-    ``by_keys``: tiles have keys by queries, and so have the words of a mask, ``[B|1, H|1, Sk|1, words|1]``.
+    ``by_keys``: tiles have keys by queries, and so have the words of a mask, ``[B|1, H|1, Sk|1, words|1]``. ``unit``: what
+    the kernel multiplies logits by later; a bias that is copied in any case is divided by it.
     """
     found = {}
     keys = -(-keys // CORE_ROWS) * CORE_ROWS
     if "bias" in arrays:
         bias = arrays["bias"]
+        of_keys = bias.shape[2] == 1
         if bias.dtype.name not in ("float32", "bfloat16", "float16"):
             bias = bias.astype(jnp.float32)
-        found["bias"] = _padded(bias, rows, keys) if copy or bias.shape[2] == 1 else bias
+        if of_keys and unit != 1.0:
+            bias = bias.astype(jnp.float32) / unit
+        found["bias"] = _padded(bias, rows, keys) if copy or of_keys else bias
     if "attention_mask" in arrays:
         mask, sizes = arrays["attention_mask"], (rows, keys)
         if by_keys:
@@ -108,14 +112,15 @@ class Tile(NamedTuple):
         """``s`` with the bias, and -inf where it or the mask hides a pair; ``may_end``: columns may lie past the last."""
         at = self.row0, self.column0
         if self.c.bias:
-            s = add_bias(self.c, s, self._part("bias"), *at, may_end=may_end, by_keys=self.by_keys)
-        return hide(self.c, s, self._part("bits"), *at) if self.c.mask else s
+            s = add_bias(self.c, s, self.part("bias"), *at, may_end=may_end, by_keys=self.by_keys)
+        return hide(self.c, s, self.part("bits"), *at) if self.c.mask else s
 
     def dropped(self, p, *, mark: bool = False):
         """``p`` with zeros where dropout has them, or marked: see ``drop``."""
-        return drop(self.c, p, self._part("row_keys"), self.row0, self.column0, mark=mark, by_keys=self.by_keys)
+        return drop(self.c, p, self.part("row_keys"), self.row0, self.column0, mark=mark, by_keys=self.by_keys)
 
-    def _part(self, name: str):
+    def part(self, name: str):
+        """Of one of the arrays, what is of its head."""
         ref = self.optional[name]
         return ref.at[self.batch if ref.shape[0] > 1 else 0, self.head if ref.shape[1] > 1 else 0]
 
@@ -146,15 +151,15 @@ def add_bias(c: KernelConfig, s, bias, row0, column0, *, may_end: bool, by_keys:
         "kind": bias.dtype.name,
     }
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=array_of(s.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR), return_type=array_of(s.shape))
     def add(_, s, bias, *first):
-        values = _Values(bias, [x.registers.flat[0] for x in first], **place)
+        values = Values(bias, [x.registers.flat[0] for x in first], **place)
 
         def one(x, value):
             hidden = arith.cmpf(arith.CmpFPredicate.OEQ, value, constant(-math.inf))
             return arith.select(hidden, constant(-math.inf), arith.addf(x, value))
 
-        return _by_pairs(s, values.pair, one)
+        return by_pairs(s, values.pair, one)
 
     return add(s, bias, jnp.int32(row0), jnp.int32(column0))
 
@@ -171,11 +176,11 @@ def hide(c: KernelConfig, s, bits, row0, column0):
         seen = jnp.tile(seen.reshape(part.shape[0], -1), (1, -(-s.shape[1] // (count * word))))[:, : s.shape[1]]
         return jnp.where(jnp.broadcast_to(seen, s.shape) != 0, s, -jnp.inf)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=array_of(s.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR), return_type=array_of(s.shape))
     def select(_, s, bits, *first):
         row0, column0 = (x.registers.flat[0] for x in first)
-        lane_row, lane_column = _lane_place()
-        base, i32 = _address(bits), ir.IntegerType.get_signless(32)
+        lane_row, lane_column = lane_place()
+        base, i32 = address_of(bits), ir.IntegerType.get_signless(32)
         first_word = arith.divui(column0, constant(word)) if words > 1 else constant(0)
         loaded = {}
 
@@ -184,13 +189,13 @@ def hide(c: KernelConfig, s, bits, row0, column0):
             at = nth if words > 1 else 0, half if rows > 1 else 0
             if at not in loaded:
                 row = arith.addi(arith.addi(row0, lane_row), constant(8 * half)) if rows > 1 else constant(0)
-                address = _element(base, row, words, first_word, 1, word // 8)
-                x = _load(address, word, at[0] * word // 8)
+                address = element(base, row, words, first_word, 1, word // 8)
+                x = load(address, word, at[0] * word // 8)
                 loaded[at] = arith.shrui(x if word == 32 else arith.extui(i32, x), lane_column)
             found = [arith.andi(loaded[at], constant(1 << (low + i))) for i in range(2)]
             return [arith.cmpi(arith.CmpIPredicate.ne, x, constant(0)) for x in found]
 
-        return _by_pairs(s, seen, lambda x, seen: arith.select(seen, x, constant(-math.inf)))
+        return by_pairs(s, seen, lambda x, seen: arith.select(seen, x, constant(-math.inf)))
 
     return select(s, bits, jnp.int32(row0), jnp.int32(column0))
 
@@ -209,18 +214,18 @@ def drop(c: KernelConfig, p, row_keys, row0, column0, *, mark: bool = False, by_
         return jnp.where(dropout.keep(row_key, key, c.dropout), p, -p if mark else 0.0)
     threshold = dropout.threshold(c.dropout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR, _SCALAR), return_type=array_of(p.shape))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR), return_type=array_of(p.shape))
     def select(_, p, row_keys, *first):
         """As ``dropout.keep``."""
         row0, column0 = (x.registers.flat[0] for x in first)
-        lane_row, lane_column = _lane_place()
-        row, column, base = arith.addi(row0, lane_row), arith.addi(column0, lane_column), _address(row_keys)
+        lane_row, lane_column = lane_place()
+        row, column, base = arith.addi(row0, lane_row), arith.addi(column0, lane_column), address_of(row_keys)
 
         def of_key(product):
             return arith.xori(product, arith.shrui(product, constant(16)))
 
         def of_query(query, offset, bits):
-            return _load(_element(base, constant(0), 0, query, 1, 4), bits, 4 * offset)
+            return load(element(base, constant(0), 0, query, 1, 4), bits, 4 * offset)
 
         if by_keys:
             stride = unsigned(dropout.COLUMN_STRIDE)
@@ -253,7 +258,7 @@ def drop(c: KernelConfig, p, row_keys, row0, column0, *, mark: bool = False, by_
         def one(x, kept):
             return arith.select(kept, x, arith.negf(x) if mark else constant(0.0))
 
-        return _by_pairs(p, kept, one)
+        return by_pairs(p, kept, one)
 
     return select(p, row_keys, jnp.int32(row0), jnp.int32(column0))
 
@@ -271,7 +276,7 @@ def score_gradient(c: KernelConfig, weight, dp, slope):
     return jnp.abs(weight) * (dp - slope)
 
 
-def _lane_place() -> tuple[ir.Value, ir.Value]:
+def lane_place() -> tuple[ir.Value, ir.Value]:
     """A lane's first row, and the first of its columns."""
     lane = arith.remui(mgpu.thread_idx(), constant(32))
     warp = arith.remui(arith.divui(mgpu.thread_idx(), constant(32)), constant(4))
@@ -279,11 +284,11 @@ def _lane_place() -> tuple[ir.Value, ir.Value]:
     return row, arith.muli(arith.remui(lane, constant(4)), constant(2))
 
 
-def _address(ref) -> ir.Value:
+def address_of(ref) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(ref))
 
 
-def _element(base, row, row_stride: int, column, column_stride: int, size: int) -> ir.Value:
+def element(base, row, row_stride: int, column, column_stride: int, size: int) -> ir.Value:
     """The address of an element of so many bytes."""
     i64 = ir.IntegerType.get_signless(64)
 
@@ -293,7 +298,7 @@ def _element(base, row, row_stride: int, column, column_stride: int, size: int) 
     return arith.addi(base, arith.addi(times(row, row_stride), times(column, column_stride)))
 
 
-def _load(address, bits: int, offset: int) -> ir.Value:
+def load(address, bits: int, offset: int) -> ir.Value:
     """An integer of so many bits, from memory that nothing writes while the kernel runs."""
     kind = ir.IntegerType.get_signless(bits)
     code = f"ld.global.nc.b{bits} $0, [$1 + {offset}];"
@@ -301,7 +306,7 @@ def _load(address, bits: int, offset: int) -> ir.Value:
     return llvm.inline_asm(kind, [address], code, f"{register},l", has_side_effects=False)
 
 
-class _Values:
+class Values:
     """A lane's numbers of an array in global memory, as float32.
 
     Attributes:
@@ -318,8 +323,8 @@ class _Values:
             column_ends,
             kind,
         )
-        self._base = _address(ref)
-        self._row, self._column = (arith.addi(*x) for x in zip(first, _lane_place(), strict=True))
+        self._base = address_of(ref)
+        self._row, self._column = (arith.addi(*x) for x in zip(first, lane_place(), strict=True))
         self._size = 4 if kind == "float32" else 2
         # Two at once where they are neighbours and rows are aligned: a step begins with a whole eight.
         self._at_once = 2 if sizes[1] > 1 and strides[1] == 1 and strides[0] % 2 == 0 else 1
@@ -330,14 +335,17 @@ class _Values:
         rows, columns = self.sizes
         at = eight if columns > 1 else 0, half if rows > 1 else 0
         if at not in self._loaded:
-            row = self._place(self._row, 8 * half, rows, self.row_ends)
-            found = []
-            for i in range(0, 2 if columns > 1 else 1, self._at_once):
-                found += self._numbers(row, 8 * eight + i)
+            found = [x for loaded in self.raw(eight, half) for x in floats_of(loaded, self.kind)]
             self._loaded[at] = found if columns > 1 else found * 2
         return self._loaded[at]
 
-    def _numbers(self, row, more: int) -> list[ir.Value]:
+    def raw(self, eight: int, half: int) -> list[ir.Value]:
+        """The same as it is loaded: in one integer, or in two."""
+        rows, columns = self.sizes
+        row = self._place(self._row, 8 * half, rows, self.row_ends)
+        return [self._integer(row, 8 * eight + i) for i in range(0, 2 if columns > 1 else 1, self._at_once)]
+
+    def _integer(self, row, more: int) -> ir.Value:
         bits = 8 * self._size * self._at_once
         columns, offset = self.sizes[1], 0
         if columns > 1 and not self.column_ends:
@@ -345,10 +353,7 @@ class _Values:
             offset, more = more * self.strides[1] * self._size, 0
         last = columns - self._at_once + 1
         column = self._place(self._column, more, last, self.column_ends) if columns > 1 else constant(0)
-        return _floats(
-            _load(_element(self._base, row, self.strides[0], column, self.strides[1], self._size), bits, offset),
-            self.kind,
-        )
+        return load(element(self._base, row, self.strides[0], column, self.strides[1], self._size), bits, offset)
 
     @staticmethod
     def _place(first, more: int, size: int, ends: bool) -> ir.Value:
@@ -358,7 +363,7 @@ class _Values:
         return arith.minsi(place, constant(size - 1)) if ends else place
 
 
-def _floats(loaded: ir.Value, kind: str) -> list[ir.Value]:
+def floats_of(loaded: ir.Value, kind: str) -> list[ir.Value]:
     """One or two numbers that were loaded as an integer, as float32."""
     f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
     bits = ir.IntegerType(loaded.type).width
@@ -377,7 +382,7 @@ def unsigned(x: int) -> ir.Value:
     return constant(x - 2**32 if x >= 2**31 else x)
 
 
-def _by_pairs(s, values, one) -> Any:
+def by_pairs(s, values, one) -> Any:
     """``one(element, value)`` of every element; ``values`` gives those of a lane's eight and row."""
     registers = []
     for at, register in np.ndenumerate(s.registers):

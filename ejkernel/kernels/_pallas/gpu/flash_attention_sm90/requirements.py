@@ -52,7 +52,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "WGMMAAccumulator.value",
         *(f"FragmentedArray.{name}" for name in ("registers", "layout", "shape", "mlir_dtype")),
     ),
-    "jax.experimental.mosaic.gpu.fragmented_array": ("WGMMA_LAYOUT_ACC_32BIT",),
+    "jax.experimental.mosaic.gpu.fragmented_array": ("WGMMA_LAYOUT", "WGMMA_LAYOUT_ACC_32BIT"),
     "jax.experimental.mosaic.gpu.mma_utils": ("Dim.K",),
     "jaxlib.mlir.ir": ("Type", "Value"),
     "jaxlib.mlir.dialects.arith": (
@@ -120,7 +120,10 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
         "utils.memref_ptr": _call(1),
         "wgmma": _call(3, "swizzle"),
     },
-    "jax.experimental.mosaic.gpu.fragmented_array": {"optimization_barrier": _call(2)},
+    "jax.experimental.mosaic.gpu.fragmented_array": {
+        "WGMMA_LAYOUT.registers_shape": _call(1),
+        "optimization_barrier": _call(2),
+    },
     "jax.experimental.mosaic.gpu.mma_utils": {
         "create_descriptor": _call(1, "swizzle", "group_size", "logical_k_major"),
         "encode_addr": _call(1),
@@ -159,6 +162,7 @@ CALLS: dict[str, dict[str, tuple[Signature, ...]]] = {
         "inline_asm": _call(4, "has_side_effects"),
         "ptrtoint": _call(2),
     },
+    "jaxlib.mlir.dialects.math": {"fma": _call(3)},
     "jaxlib.mlir.dialects.memref": {"load": _call(2), "store": _call(3)},
     "jaxlib.mlir.dialects.nvvm": {
         "bar_warp_sync": _call(1),
