@@ -98,6 +98,7 @@ def example(name, made, both=False, **statics):
         "bidirectional": both,
         "reverse": statics.get("reverse"),
         "activation": statics.get("activation"),
+        "function": callable(statics.get("activation")),
     }
     batch = {"inputs": 0, "hidden": 1 if both else 0, "lengths": 0} if made.get("batch", 2) % 2 == 0 else {}
     given = {"inputs", *(name for name in ("hidden", "lengths") if made.get(name))}

@@ -61,7 +61,10 @@ BUILTIN = {
             "ejkernel.kernels._pallas.tpu.page_attention.attention",
         ),
     ),
-    "recurrent": ("ejkernel.ops.recurrent", ("ejkernel.kernels._xla.recurrent",)),
+    "recurrent": (
+        "ejkernel.ops.recurrent",
+        ("ejkernel.kernels._xla.recurrent", "ejkernel.kernels._triton.recurrent"),
+    ),
     "ring_attention": ("ejkernel.ops.ring_attention", ()),
 }
 

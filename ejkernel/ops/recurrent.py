@@ -110,6 +110,7 @@ class Recurrent(Operation):
         "bidirectional": "both directions at once",
         "reverse": "from the end to the start",
         "activation": "an activation other than tanh, for plain cells",
+        "function": "any function as the activation, for plain cells",
     }
     gradients = ("inputs", "hidden", "weights")
     shareable = frozenset({"weights"})
@@ -137,6 +138,7 @@ class Recurrent(Operation):
             "bidirectional": (len(spec.directions) == 2, "bidirectional"),
             "reverse": (spec.directions == (True,), "reverse"),
             "activation": (spec.activation != "tanh", "activation"),
+            "function": (callable(spec.activation), "a function as activation"),
         }
         used_features = {name: phrase for name, (is_used, phrase) in used.items() if is_used}
         dtype = jnp.dtype(a["inputs"].dtype).name

@@ -236,7 +236,7 @@ kernel_registry.register(
     support=Support(
         devices=any_device(),
         dtypes=ALL_FLOATS,
-        features={"lstm", "gru", "rnn", "hidden", "lengths", "bidirectional", "reverse", "activation"},
+        features={"lstm", "gru", "rnn", "hidden", "lengths", "bidirectional", "reverse", "activation", "function"},
         gradients={"inputs", "hidden", "weights"},
     ),
 )(XlaRecurrent)
