@@ -64,7 +64,7 @@ BUILTIN = {
     ),
     "recurrent": (
         "ejkernel.ops.recurrent",
-        ("ejkernel.kernels._xla.recurrent", "ejkernel.kernels._cuda.recurrent"),
+        ("ejkernel.kernels._xla.recurrent", "ejkernel.kernels._triton.recurrent", "ejkernel.kernels._cuda.recurrent"),
     ),
     "ring_attention": ("ejkernel.ops.ring_attention", ()),
 }
