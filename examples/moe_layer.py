@@ -46,8 +46,12 @@ APART = ("gate and up apart", "shares after the second product", "sums at random
 def layer(tokens, router, gate_up, down, *, chosen, apart=None):
     """`moe.moe_layer` step by step for ``[T, width]`` tokens, with one of the three things not fused."""
     shares, order, places, sizes = moe.routed(tokens, router, chosen)
-    share, own = shares.reshape(-1)[order, None], order // chosen
-    rows = tokens[own] if apart == APART[2] else moe.spread(tokens, order, places)
+    own = order // chosen
+    if apart == APART[2]:
+        rows, share = tokens[own], shares.reshape(-1)[order, None]
+    else:
+        rows = moe.spread(tokens, order, places)
+        share = moe.spread(shares.reshape(-1, 1), order, places.reshape(-1, 1))  # as if each choice were a token
     if apart == APART[0]:  # gate_up is a pair
         gate, up = (grouped_matmul(rows, matrices, sizes) for matrices in gate_up)
     else:

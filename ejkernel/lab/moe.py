@@ -105,7 +105,8 @@ def moe_layer(
     shares, order, places, sizes = routed(flat, router, chosen)
     rows = spread(flat, order, places)
     gate, up = jnp.split(product(rows, gate_up, sizes).astype(jnp.float32), 2, axis=-1)
-    hidden = (jax.nn.silu(gate) * up * shares.reshape(-1)[order, None]).astype(tokens.dtype)
+    share = spread(shares.reshape(-1, 1), order, places.reshape(-1, 1))  # as if each choice were a token
+    hidden = (jax.nn.silu(gate) * up * share).astype(tokens.dtype)
     return collect(product(hidden, down, sizes), order, places).reshape(tokens.shape)
 
 
