@@ -6,8 +6,11 @@ draws the loss. More than one attention: the same run with each of them.
     python examples/train_decoder.py --attention ejkernel jax.nn --out lab-figures
 
 On a GPU `--model 350m` trains a model of 360 million parameters on the library's sources, in bfloat16 and rows of 8192
-tokens, and reports tokens a second and the share of the chip's peak that the model's operations make up. All of the devices
-share a batch's rows; `--ring N` spreads each row over N of them. Without accelerators,
+tokens, and reports tokens a second and the share of the chip's peak that the model's operations make up:
+
+    python examples/train_decoder.py --model 350m --steps 20 --attention ejkernel jax.nn tokamax --out lab-figures
+
+All of the devices share a batch's rows; `--ring N` spreads each row over N of them. Without accelerators,
 XLA_FLAGS=--xla_force_host_platform_device_count=4 simulates four devices.
 """
 
@@ -51,6 +54,7 @@ class Recipe:
     rate: float
     documents: str
     tokens: int  # how many the tokenizer knows; the model may have room for more
+    samples: bool = True  # whether so few steps leave something to read
 
 
 RECIPES = {
@@ -73,6 +77,7 @@ RECIPES = {
         rate=6e-4,
         documents="sources",
         tokens=1024,
+        samples=False,
     ),
 }
 PROMPTS = ("Return the ", "Create a new ", "This module ", "Raise ")
@@ -297,10 +302,23 @@ def samples_of(recipe, weights, tokenizer, length=96):
 
 
 def drawn(runs, recipe, path):
-    """Loss over steps, a line for each attention."""
+    """Loss over steps, a line for each attention; where the chip's peak is known, how fast each was too."""
     plt = need("matplotlib.pyplot", "the plot of the loss")
-    figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    shares = {name: run["model_flops_utilisation"] for name, run in runs.items()}
+    fast = all(shares.values())
+    figure, axes = plt.subplots(
+        ncols=1 + fast, squeeze=False, figsize=(8, 3.6), layout="constrained", width_ratios=[2, 1][: 1 + fast]
+    )
+    axis = axes[0, 0]
     looks = {"ejkernel": ("#f5b08a", "-", 3), "jax.nn": ("#1e293b", "--", 1), "tokamax": ("#84a59d", ":", 1.6)}
+    if fast:
+        rates = [run["tokens_per_second"] / 1e3 for run in runs.values()]
+        bars = axes[0, 1].bar([*runs], rates, color=[looks[name][0] for name in runs])
+        labels = [f"{rate:,.0f}\n{shares[name]:.0%} of peak" for name, rate in zip(runs, rates, strict=True)]
+        axes[0, 1].bar_label(bars, labels, fontsize=8)
+        axes[0, 1].set_ylabel("thousand tokens a second")
+        axes[0, 1].margins(y=0.2)
+        axes[0, 1].spines[["top", "right"]].set_visible(False)
     for name, run in runs.items():
         color, style, width = looks[name]
         axis.plot(range(1, recipe.steps + 1), run["losses"], style, color=color, linewidth=width, label=name)
@@ -351,24 +369,28 @@ def main():
     texts = getattr(packed_text, recipe.documents)()
     tokenizer = packed_text.Tokenizer(texts, recipe.tokens)
     documents = [tokenizer.encode(text) for text in texts]
+    name = "train_decoder" if options.model == "small" else f"train_decoder_{options.model}"
     result, failed = {**about(recipe, mesh), "runs": {}}, {}
     for attention in options.attention:
         try:
             weights, run = trained(recipe, attention, documents, mesh)
+            if recipe.samples:
+                run["samples"] = samples_of(recipe, jax.device_get(weights), tokenizer)
+            del weights  # room for the next
         except Exception as error:  # a library that is missing, or cannot do this, leaves the others to be measured
             failed[attention] = f"{type(error).__name__}: {error}"
             print(f"\n{attention} failed: {failed[attention]}")
-            continue
-        run["samples"] = samples_of(recipe, jax.device_get(weights), tokenizer)
-        result["runs"][attention] = run
-        share = run["model_flops_utilisation"]
-        print(f"{run['tokens_per_second']:,.0f} tokens/s, {run['model_flops_per_second'] / 1e9:,.0f} GFLOP/s", end="")
-        print(f", {share:.1%} of the peak" if share else "")
-        print(*run["samples"], sep="\n" + "-" * 40 + "\n", end="\n\n")
-    name = "train_decoder" if options.model == "small" else f"train_decoder_{options.model}"
-    (options.out / f"{name}.json").write_text(json.dumps({**result, "failed": failed}, indent=1), encoding="utf-8")
-    if result["runs"]:
-        drawn(result["runs"], recipe, options.out / f"{name}.png")
+        else:
+            result["runs"][attention] = run
+            share = run["model_flops_utilisation"]
+            rates = f"{run['tokens_per_second']:,.0f} tokens/s, {run['model_flops_per_second'] / 1e9:,.0f} GFLOP/s"
+            print(rates + (f", {share:.1%} of the peak" if share else ""))
+            print(*run.get("samples", ()), sep="\n" + "-" * 40 + "\n", end="\n\n")
+        # After each, so that one that takes too long does not cost what was measured before.
+        written = json.dumps({**result, "failed": failed}, indent=1)
+        (options.out / f"{name}.json").write_text(written, encoding="utf-8")
+        if result["runs"]:
+            drawn(result["runs"], recipe, options.out / f"{name}.png")
     return bool(failed)
 
 

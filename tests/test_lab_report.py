@@ -138,11 +138,11 @@ def test_kernels_are_listed_with_reasons():
     here = {(r["operation"], r["platform"]): r["runs"] for r in rows}
     assert here["flash_attention", "xla"]
     rows = report.kernels("nvidia-h200")
-    on_h200 = {(r["operation"], r["platform"]): r for r in rows}
+    on_h200 = {(r["operation"], r["platform"], r["backend"]): r for r in rows}
     assert len(on_h200) == len(rows)
-    assert on_h200["flash_attention", "triton"]["runs"] or "install" in str(
-        on_h200["flash_attention", "triton"]["reasons"]
-    )
+    triton = on_h200["flash_attention", "triton", "gpu"]
+    assert triton["runs"] or "install" in str(triton["reasons"])
+    assert not on_h200["flash_attention", "pallas", "tpu"]["runs"]
 
 
 def test_the_plan_of_timings():

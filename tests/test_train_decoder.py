@@ -206,9 +206,10 @@ def test_the_large_model_is_as_large_as_it_says():
 
 @slow
 def test_the_command(monkeypatch, tmp_path):
-    """What it writes, with a library that fails."""
+    """What it writes, with a library that fails after another has been measured."""
 
     def missing(*arrays, **options):
+        assert "ejkernel" in json.loads((tmp_path / "train_decoder.json").read_text())["runs"]
         raise ImportError("not here")
 
     monkeypatch.setattr(example, "tokamax", missing)
@@ -231,3 +232,15 @@ def test_the_command(monkeypatch, tmp_path):
     assert (tmp_path / "train_decoder.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="do not divide"):
         example.mesh_of(jax.devices()[:3], 2)
+
+
+@slow
+def test_speed_is_drawn_where_the_peak_is_known(tmp_path):
+    run = {"losses": [3.0, 2.0, 1.5, 1.2], "tokens_per_second": 1e5}
+    sizes = []
+    for share in (None, 0.4):
+        runs = {name: {**run, "model_flops_utilisation": share} for name in ("ejkernel", "jax.nn", "tokamax")}
+        example.drawn(runs, TINY, tmp_path / "plot.svg")
+        text = (tmp_path / "plot.svg").read_text()
+        sizes.append((text.count('id="axes_'), "40% of peak" in text))
+    assert sizes == [(1, False), (2, True)]

@@ -1,15 +1,23 @@
-"""Docstrings as griffe reads them: ours name an example `Example:`, and several arguments of one meaning in one item."""
+"""The package as griffe reads it: its examples, arguments that share an item, and names that the stub only overloads."""
 
 import re
 
 import griffe
+
+import ejkernel
 
 EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 ITEM = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<words>.*(?:\n(?P=indent) +.*)*)", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Turns our docstrings into the form that griffe knows."""
+    """Turns our docstrings into the form that griffe knows: ours name an example `Example:`."""
+
+    def on_package(self, *, pkg, **_):
+        """Called when the package is read. An overload without an implementation is no member: that is where the name lives."""
+        for name, home in ejkernel._HOMES.items():
+            if pkg.path == "ejkernel" and name not in pkg.members:
+                pkg.set_member(name, griffe.Alias(name, f"{home}.{name}"))
 
     def on_object(self, *, obj, **_):
         """Called for each object of the package."""

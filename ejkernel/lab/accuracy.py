@@ -14,6 +14,7 @@ import numpy as np
 from ejkernel import UnsupportedError, kernel_registry
 from ejkernel.contracts.device import describe
 from ejkernel.lab import workloads
+from ejkernel.lab.reference import in_float64
 from ejkernel.lab.workloads import BOUNDS, OPERATIONS, Workload, kernels_of
 
 
@@ -108,17 +109,3 @@ def _with_gradients(f: Callable, arrays: dict[str, Any], wanted: tuple[str, ...]
 
 def _exact(workload: Workload, arrays: dict[str, Any]) -> dict[str, Any]:
     return in_float64(lambda exact: _with_gradients(workload.reference, exact, workload.differentiable), arrays)
-
-
-def in_float64(f: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]) -> Any:
-    """``f`` of the arrays in float64, on the CPU where JAX has it: an accelerator's compiler takes long for that."""
-
-    def exact(x: Any) -> np.ndarray:
-        return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
-
-    try:
-        cpu = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        cpu = None
-    with jax.enable_x64(True), jax.default_device(cpu):
-        return jax.tree.map(np.asarray, f(jax.tree.map(exact, arrays)))

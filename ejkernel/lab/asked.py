@@ -25,8 +25,8 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def operations(names: list[str] | None) -> list[str]:
-    """The operations of that name; all if none is given."""
-    return [workloads.known(name) for name in names] if names else list(workloads.OPERATIONS)
+    """The operations and layers of that name; all operations if none is given."""
+    return [workloads.known(name, layers=True) for name in names] if names else list(workloads.OPERATIONS)
 
 
 def calls(words: list[str] | None, file: str | None, lengths: list[int] | None) -> tuple[list[str], list[Given]]:

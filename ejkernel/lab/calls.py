@@ -60,7 +60,7 @@ def from_words(words: list[str]) -> tuple[list[str], list[Given]]:
     for word in words:
         name, equals, _ = word.partition("=")
         if not equals:
-            groups.append((workloads.known(name), []))
+            groups.append((workloads.known(name, layers=True), []))
         elif not groups:
             raise InvalidInputError(f"{word!r} stands before any operation; expected OP NAME=VALUE …")
         else:
@@ -74,6 +74,7 @@ def from_words(words: list[str]) -> tuple[list[str], list[Given]]:
                 raise InvalidInputError(f"{operation}: {name} is given twice.")
             given[name] = value
         if given:
+            workloads.known(operation)  # a layer has its own sizes
             calls.append(Given(_workload(operation, given, operation), shlex.join([operation, *texts])))
     return [operation for operation, texts in groups if not texts], calls
 
@@ -251,6 +252,8 @@ def _reference(operation: str) -> dict[str, inspect.Parameter]:
 
 def unchecked(workload: Workload) -> str:
     """Why the error of a call is not computed; nothing if it can be."""
+    if workload.operation in workloads.LAYERS:
+        return ""
     reference = set(_reference(workload.operation))
     given = {n for n, v in workload.options.items() if v is not None and v is not False} - {"platform", "backend"}
     lacks = sorted((given | set(workload.arrays)) - reference)

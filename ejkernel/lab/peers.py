@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.contracts.device import describe
+from ejkernel.lab import moe
 from ejkernel.lab.extras import need
-from ejkernel.lab.workloads import Workload, is_float
+from ejkernel.lab.workloads import LAYERS, Workload
 
 
 class Absent(Exception):
@@ -38,18 +38,11 @@ def function(name: str, workload: Workload) -> tuple[Callable[[dict[str, Any]], 
     return made(workload), framework
 
 
-def as_torch(arrays: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """A workload's arrays as tensors, on torch's GPU if it has one; floats in a dtype, or None: in their own."""
+def as_torch(arrays: dict[str, Any]) -> dict[str, Any]:
+    """A workload's arrays as tensors, on torch's GPU if it has one; not copied if they are there."""
     torch = need("torch", "a comparison with torch")
     place = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def one(x: Any) -> Any:
-        if not is_float(x):
-            return torch.from_numpy(x).to(place)
-        # Numpy has no bfloat16 of its own.
-        return torch.from_numpy(np.asarray(x, np.float32)).to(place).to(getattr(torch, dtype or x.dtype.name))
-
-    return jax.tree.map(one, arrays)
+    return jax.tree.map(lambda x: torch.from_dlpack(x).to(place), arrays)
 
 
 def _installed(module: str) -> None:
@@ -156,6 +149,15 @@ def _torch_recurrent(workload: Workload) -> Callable:
     return run
 
 
+def _torch_moe(workload: Workload) -> Callable:
+    _installed("torch")
+    return lambda x: moe.torch_layer(**x, **workload.options)
+
+
+def _moe_ragged_dot(workload: Workload) -> Callable:
+    return lambda x: moe.moe_layer(**x, **workload.options, product=jax.lax.ragged_dot)
+
+
 def _ragged_dot(workload: Workload) -> Callable:
     if "group_sizes" not in workload.arrays:
         raise Absent("is compared only with group_sizes")
@@ -181,6 +183,7 @@ _PEERS: dict[str, dict[str, tuple[Callable[[Workload], Callable], str]]] = {
     "recurrent": {"torch": (_torch_recurrent, "torch")},
     "mean_pooling": {"jnp.mean": (_masked_mean, "jax")},
     "grouped_matmul": {"jax.lax.ragged_dot": (_ragged_dot, "jax")},
+    **{name: {"jax.lax.ragged_dot": (_moe_ragged_dot, "jax"), "torch": (_torch_moe, "torch")} for name in LAYERS},
 }
 
 # The arguments that the peers of an operation are called with; a call that has others is not compared.
@@ -191,4 +194,5 @@ _KNOWN: dict[str, set[str]] = {
     "recurrent": {"inputs", "weights", "cell_type"},
     "mean_pooling": {"inputs", "mask"},
     "grouped_matmul": {"a", "b", "group_sizes"},
+    **{name: {"tokens", "router", "gate_up", "down", "chosen"} for name in LAYERS},
 }

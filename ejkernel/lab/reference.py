@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def attention(
@@ -135,3 +136,17 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "mean_pooling": mean_pooling,
     "grouped_matmul": grouped_matmul,
 }
+
+
+def in_float64(f: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]) -> Any:
+    """``f`` of the arrays in float64, on the CPU where JAX has it: an accelerator's compiler takes long for that."""
+
+    def exact(x: Any) -> np.ndarray:
+        return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
+
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        cpu = None
+    with jax.enable_x64(True), jax.default_device(cpu):
+        return jax.tree.map(np.asarray, f(jax.tree.map(exact, arrays)))

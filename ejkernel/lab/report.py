@@ -110,13 +110,13 @@ def _under(roof: dict[str, Any], point: dict[str, Any]) -> float:
 
 
 def default_lengths(quick: bool) -> dict[str, tuple[int, ...]]:
-    """At which lengths each operation is timed."""
+    """At which lengths each operation, and each layer, is timed."""
     on_cpu = describe().kind == "cpu"
     attention = (512, 1024, 2048, 4096) if on_cpu else (2048, 4096, 8192, 16384)
     others = (512, 2048) if on_cpu else (2048, 8192)
     if quick:
         attention = attention[:3]
-    return {name: attention if name == "flash_attention" else others for name in OPERATIONS}
+    return {name: attention if name == "flash_attention" else others for name in (*OPERATIONS, *workloads.LAYERS)}
 
 
 def plan(quick: bool) -> list[Job]:

@@ -16,7 +16,7 @@ import numpy as np
 from ejkernel import kernel_registry
 from ejkernel.contracts.device import describe
 from ejkernel.lab import calls, peers, variants, workloads
-from ejkernel.lab.accuracy import in_float64, relative_errors
+from ejkernel.lab.accuracy import relative_errors
 from ejkernel.lab.gpu import throttled
 from ejkernel.lab.memory import observed_bytes
 from ejkernel.lab.page.comparison import LEVEL
@@ -238,7 +238,7 @@ def _prepared(
     else:
         f, framework = peers.function(implementation, workload)
     if framework == "torch":
-        return _prepared_torch(f, workload, what, dtype)
+        return _prepared_torch(f, workload, what, arrays())
     if what == FORWARD:
         run, args = f, (arrays(),)
     else:
@@ -269,10 +269,10 @@ def _prepared(
     return Prepared(functools.partial(jitted, *args), places(args, outcome), outcome, needed, compile_ms)
 
 
-def _prepared_torch(f: Callable, workload: Workload, what: str, dtype: str) -> Prepared:
+def _prepared_torch(f: Callable, workload: Workload, what: str, given: dict[str, Any]) -> Prepared:
     import torch
 
-    arrays = peers.as_torch(workload.arrays, None if workload.as_given else dtype)
+    arrays = peers.as_torch(given)
     if what == FORWARD:
 
         def run(arrays: dict[str, Any]) -> Any:
@@ -297,11 +297,11 @@ def _prepared_torch(f: Callable, workload: Workload, what: str, dtype: str) -> P
 
 
 def _expected(workload: Workload, dtype: str) -> Any:
-    """The output in float64; of a long attention only for the last queries, which see all keys."""
+    """The output in float64; of a long attention only for the last queries, which see all keys, of a layer for the last tokens."""
     arrays = workload.cast(dtype)
     if workload.last_rows:
-        arrays["query"] = arrays["query"][:, -workload.last_rows :]
-    return in_float64(jax.jit(workload.reference), arrays)
+        arrays[workload.rows_of] = arrays[workload.rows_of][:, -workload.last_rows :]
+    return workload.exact(arrays)
 
 
 def _error_of(workload: Workload, outcome: Any, expected: Any) -> float | None:

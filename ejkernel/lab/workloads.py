@@ -13,9 +13,11 @@ import numpy as np
 
 import ejkernel
 from ejkernel import explain, kernel_registry, patterns
+from ejkernel.contracts.call import Cost
 from ejkernel.contracts.device import describe
 from ejkernel.errors import InvalidInputError
-from ejkernel.lab.reference import REFERENCES
+from ejkernel.lab import moe
+from ejkernel.lab.reference import REFERENCES, in_float64
 
 # Largest relative error that passes: a few units of the dtype's rounding, after sums of some hundred terms.
 BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -34,8 +36,9 @@ class Workload:
         options: the other arguments.
         differentiable: the arguments whose gradients are taken.
         length: what the call is plotted over; 0 if it is not.
-        last_rows: compare only so many of an attention's last queries: the reference holds all their logits. 0: all.
+        last_rows: compare only so many of the last rows, for the reference is slow or holds all logits. 0: all.
         as_given: the arrays have the dtypes that they are to have, whatever is asked for.
+        rows_of: the array whose rows, along the second axis, the result's rows are of.
     """
 
     operation: str
@@ -46,6 +49,7 @@ class Workload:
     length: int = 0
     last_rows: int = 0
     as_given: bool = False
+    rows_of: str = "query"
 
     def cast(self, dtype: str) -> dict[str, Any]:
         """The arrays on the device."""
@@ -75,6 +79,10 @@ class Workload:
         """The same in plain ``jnp``."""
         return REFERENCES[self.operation](**arrays, **self.options)
 
+    def exact(self, arrays: dict[str, Any]) -> Any:
+        """The reference in float64."""
+        return in_float64(jax.jit(self.reference), arrays)
+
     def explained(self, dtype: str = "float32", device: Any = None, gradients: Sequence[str] = ()) -> Any:
         """What would run it, and its backward for these gradients."""
         abstract = jax.eval_shape(lambda: self.cast(dtype))
@@ -86,6 +94,65 @@ class Workload:
         return kernel_registry.operation(self.operation).cost(self.explained(dtype).call)
 
 
+@dataclass(frozen=True)
+class LayerWorkload(Workload):
+    """A whole layer around an operation; its arrays are abstract, and drawn where they are used, for they are large."""
+
+    sizes: moe.MoE = moe.MIXTRAL_8X7B
+
+    @classmethod
+    def of(cls, name: str, sizes: moe.MoE, tokens: int) -> LayerWorkload:
+        """The layer of these sizes with so many tokens."""
+        shapes = sizes.shapes(tokens)
+        return cls(
+            operation=name,
+            name=f"{sizes.chosen} of {sizes.experts} experts",
+            arrays={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()},
+            options={"chosen": sizes.chosen},
+            differentiable=tuple(shapes),
+            last_rows=16,
+            rows_of="tokens",
+            sizes=sizes,
+        )
+
+    def cast(self, dtype: str) -> dict[str, Any]:
+        """The arrays on the device."""
+        return self.sizes.arrays(self.arrays["tokens"].shape[1], dtype)
+
+    def function(self, platform: str | None = None) -> Callable[[dict[str, Any]], Any]:
+        """The layer as a function of its arrays."""
+        product = partial(ejkernel.grouped_matmul, platform=platform)
+        return lambda arrays: moe.moe_layer(**arrays, **self.options, product=product)
+
+    def reference(self, arrays: dict[str, Any]) -> Any:
+        """The same in plain ``jnp``."""
+        return moe.dense(**arrays, **self.options)
+
+    def exact(self, arrays: dict[str, Any]) -> Any:
+        """The reference in float64; of half precision in float32, where the weights are, which is as exact beside it."""
+        if arrays["tokens"].dtype.itemsize > 2:
+            return super().exact(arrays)
+        with jax.default_matmul_precision("highest"):
+            wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+            return np.asarray(jax.jit(self.reference)(wide))
+
+    def explained(self, dtype: str = "float32", device: Any = None, gradients: Sequence[str] = ()) -> Any:
+        """What would run its larger product, and the product's backward if gradients are asked for."""
+        rows = self.arrays["tokens"].shape[1] * self.sizes.chosen
+        a = jax.ShapeDtypeStruct((rows, self.sizes.width), dtype)
+        b = jax.ShapeDtypeStruct(self.arrays["gate_up"].shape, dtype)
+        sizes = jax.ShapeDtypeStruct((self.sizes.experts,), jnp.int32)
+        wanted = ("a", "b") if gradients else ()
+        return explain("grouped_matmul", a, b, sizes, device=device, gradients=wanted)
+
+    def cost(self, dtype: str) -> Cost:
+        """The operations of its products; weights, tokens and their results once each."""
+        flops = self.sizes.flops(self.arrays["tokens"].shape[1])
+        sizes = [x.size for x in self.arrays.values()]
+        moved = (sum(sizes) + self.arrays["tokens"].size) * jnp.dtype(dtype).itemsize
+        return Cost(flops, moved, 2 * flops, 2 * moved)
+
+
 def is_float(array: Any) -> bool:
     """Whether an array holds floating-point numbers, of whatever width."""
     return jnp.issubdtype(array.dtype, jnp.floating)
@@ -93,12 +160,17 @@ def is_float(array: Any) -> bool:
 
 def checks(operation: str) -> list[Workload]:
     """Small calls that between them use an operation's main features."""
+    if operation in LAYERS:
+        return [LayerWorkload.of(operation, LAYERS[operation][1], 24)]
     made = {"ring_attention": _ring_checks, "flash_attention": _flash_checks}.get(operation)
     return made() if made else [replace(w, length=0) for w in _OTHERS[known(operation)](24)]
 
 
 def timed(operation: str, length: int, accelerator: bool) -> Workload:
-    """The call of an operation that is timed at a length; larger heads and more tokens on an accelerator."""
+    """The call of an operation that is timed at a length; larger heads, more tokens and whole layers on an accelerator."""
+    if operation in LAYERS:
+        full, small = LAYERS[operation]
+        return replace(LayerWorkload.of(operation, full if accelerator else small, length), length=length)
     if operation in ("flash_attention", "ring_attention"):
         heads, dim, batch = (16, 128, max(1, 16384 // length)) if accelerator else (8, 64, 1)
         made = _attention(operation, "causal", (batch, length, heads, dim), options={"causal": True}, last_rows=64)
@@ -106,15 +178,18 @@ def timed(operation: str, length: int, accelerator: bool) -> Workload:
     return replace(_OTHERS[known(operation)](length)[0], length=length)
 
 
-def known(operation: str) -> str:
-    """The name of an operation, or an error that lists them."""
-    if operation not in OPERATIONS:
-        raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(OPERATIONS)}.")
+def known(operation: str, layers: bool = False) -> str:
+    """The name of an operation, or of a layer where they are asked for too; or an error that lists them."""
+    names = (*OPERATIONS, *LAYERS) if layers else OPERATIONS
+    if operation not in names:
+        raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(names)}.")
     return operation
 
 
 def kernels_of(operation: str) -> str:
-    """The algorithm whose kernels an operation runs on."""
+    """The algorithm whose kernels an operation or a layer runs on."""
+    if operation in LAYERS:
+        return "grouped_matmul"
     return "flash_attention" if operation == "ring_attention" else operation
 
 
@@ -232,3 +307,8 @@ _OTHERS: dict[str, Callable[[int], list[Workload]]] = {
     "grouped_matmul": _grouped_matmul,
 }
 OPERATIONS = ("flash_attention", "page_attention", "ring_attention", *[n for n in _OTHERS if n != "page_attention"])
+# Layers by name: the model's own size for accelerators, and a small one.
+LAYERS = {
+    "moe_mixtral": (moe.MIXTRAL_8X7B, moe.MoE(experts=8, chosen=2, width=256, hidden=512)),
+    "moe_qwen3": (moe.QWEN3_30B_A3B, moe.MoE(experts=32, chosen=8, width=128, hidden=64)),
+}
