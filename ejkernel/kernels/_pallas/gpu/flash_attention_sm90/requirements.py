@@ -46,13 +46,13 @@ _WGMMA_M64 = ("a_transpose", "b_transpose", "a_k_stride", "b_k_stride", "n", "sw
 
 # By module: what is used without being called, and how functions are called (in one of several ways, where versions differ).
 NAMES: dict[str, tuple[str, ...]] = {
-    "jax.experimental.pallas.mosaic_gpu": ("Layout.WGMMA", "LoweringSemantics.Lane", "SemaphoreType.REGULAR"),
+    "jax.experimental.pallas.mosaic_gpu": ("Layout.WGMMA", "Layout._WGMMA_ACC_32BIT", "LoweringSemantics.Lane", "SemaphoreType.REGULAR"),
     "jax.experimental.mosaic.gpu": (
         "ThreadSubset.WARP",
         "WGMMAAccumulator.value",
         *(f"FragmentedArray.{name}" for name in ("registers", "layout", "shape", "mlir_dtype")),
     ),
-    "jax.experimental.mosaic.gpu.fragmented_array": ("WGMMA_LAYOUT_ACC_32BIT",),
+    "jax.experimental.mosaic.gpu.fragmented_array": ("WGMMA_LAYOUT", "WGMMA_LAYOUT_ACC_32BIT"),
     "jax.experimental.mosaic.gpu.mma_utils": ("Dim.K",),
     "jaxlib.mlir.ir": ("Type", "Value"),
     "jaxlib.mlir.dialects.arith": (
