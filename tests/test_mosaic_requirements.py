@@ -14,7 +14,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention_sm90 import requirements
 
 SOURCES = [
     path
-    for folder in ("flash_attention_sm90", "page_attention_sm90", "blocksparse_attention_sm90")
+    for folder in ("flash_attention_sm90", "page_attention_sm90", "blocksparse_attention_sm90", "grouped_matmul_sm90")
     for path in sorted((Path(requirements.__file__).parent.parent / folder).glob("*.py"))
 ]
 UNSTABLE = ("jax.experimental.pallas", "jax.experimental.mosaic", "jaxlib.mlir")

@@ -46,7 +46,12 @@ _WGMMA_M64 = ("a_transpose", "b_transpose", "a_k_stride", "b_k_stride", "n", "sw
 
 # By module: what is used without being called, and how functions are called (in one of several ways, where versions differ).
 NAMES: dict[str, tuple[str, ...]] = {
-    "jax.experimental.pallas.mosaic_gpu": ("Layout.WGMMA", "LoweringSemantics.Lane", "SemaphoreType.REGULAR"),
+    "jax.experimental.pallas.mosaic_gpu": (
+        "Layout.WGMMA",
+        "Layout._WGMMA_ACC_32BIT",
+        "LoweringSemantics.Lane",
+        "SemaphoreType.REGULAR",
+    ),
     "jax.experimental.mosaic.gpu": (
         "ThreadSubset.WARP",
         "WGMMAAccumulator.value",
