@@ -24,16 +24,17 @@ from ejkernel.kernels._triton.call import call, cores, passes_twice
 from ejkernel.kernels._triton.registering import UNMEASURED, register
 
 READ: dict[str, tuple[str, ...]] = {
-    "forward": ("blocksize_m", "blocksize_n", "num_warps"),
+    "forward": ("blocksize_m", "blocksize_n", "num_warps", "num_stages"),
     "backward": ("blocksize_n", "num_warps"),
 }
 # Features a tile, and bytes of it: every thread of four warps has eight wide loads under way.
 FEWEST_FEATURES, MOST_FEATURES, TILE_BYTES = 16, 1024, 2**14
 # Where rows are not aligned: addresses of numbers that are loaded one by one fill registers.
 UNALIGNED_TILE_BYTES = 2**12
+LOADS, UNALIGNED_LOADS = 8, 2
 # Rows a chunk, and programs a multiprocessor that the default chunks make.
 FEWEST_ROWS, MOST_ROWS, PROGRAMS_PER_CORE = 64, 4096, 8
-MOST_WARPS = 8
+MOST_WARPS, MOST_STAGES = 8, 4
 ALIGNED = 16
 
 
@@ -77,7 +78,7 @@ def _padded(arrays: dict[str, Array], params: FwdParams, device: DeviceInfo | No
         [length, features // c.unit, chunks],
         [out],
         programs=batch * columns,
-        constants=c,
+        constants=replace(c, rows=_rows_a_load(c.bd, 4, params.num_warps)),
         **launch,
     )
     return mean
@@ -116,7 +117,7 @@ def _packed(arrays: dict[str, Array], params: FwdParams, device: DeviceInfo | No
         [sequences, features // c.unit, chunks],
         [jax.ShapeDtypeStruct(shape, inputs.dtype)],
         programs=batch * sequences * columns,
-        constants=replace(c, bs=_rows(features, c.bd, 4)),
+        constants=replace(c, rows=_rows_a_load(c.bd, 4, params.num_warps)),
         in_place={3: 0},
         **launch,
     )
@@ -176,10 +177,13 @@ def _constants(arrays: dict[str, Array], params: FwdParams | BwdParams, *, singl
     return PoolingConstants(
         bs=_rows(features, bd, inputs.dtype.itemsize),
         bd=bd,
+        rows=_rows_a_load(bd, inputs.dtype.itemsize, params.num_warps),
+        loads=LOADS if _aligned(features, inputs.dtype.itemsize) else UNALIGNED_LOADS,
         chunk=params.blocksize_m or 1,
         unit=math.gcd(features, ALIGNED),
         even=features % bd == 0,
         mask="mask" in arrays,
+        stages=getattr(params, "num_stages", None) or 1,
         single=single,
         steps=int(arrays["cu_seqlens"].shape[1]).bit_length() if "cu_seqlens" in arrays else 0,
     )
@@ -187,8 +191,16 @@ def _constants(arrays: dict[str, Array], params: FwdParams | BwdParams, *, singl
 
 def _rows(features: int, bd: int, itemsize: int) -> int:
     """Rows a tile."""
-    aligned = math.gcd(features, ALIGNED) * itemsize >= ALIGNED
-    return max(1, (TILE_BYTES if aligned else UNALIGNED_TILE_BYTES) // itemsize // bd)
+    return max(1, (TILE_BYTES if _aligned(features, itemsize) else UNALIGNED_TILE_BYTES) // itemsize // bd)
+
+
+def _aligned(features: int, itemsize: int) -> bool:
+    return math.gcd(features, ALIGNED) * itemsize >= ALIGNED
+
+
+def _rows_a_load(bd: int, itemsize: int, warps: int) -> int:
+    """Rows of which each thread loads 16 bytes."""
+    return max(1, ALIGNED // itemsize * 32 * warps // bd)
 
 
 def effective(
@@ -205,6 +217,7 @@ def effective(
         chunk = power_of_two_below(params.blocksize_m) if params.blocksize_m else _chunk(shapes, bd, device)
         longest = power_of_two(max(1, shapes["inputs"].shape[1]))
         used["blocksize_m"] = min(chunk, longest)
+        used["num_stages"] = min(MOST_STAGES, params.num_stages or 1)
     return type(params)(**used)
 
 
@@ -236,9 +249,9 @@ class TritonMeanPooling:
             return [BwdParams(blocksize_n=n, num_warps=warps) for n in (256, 1024) for warps in (4, 8)]
         chunk = _chunk(shapes, effective(shapes, FwdParams(), device).blocksize_n, device)
         return [
-            FwdParams(blocksize_m=rows, blocksize_n=n, num_warps=warps)
-            for rows in (max(FEWEST_ROWS, chunk // 2), chunk, chunk * 2)
-            for n, warps in ((128, 4), (512, 4), (1024, 4), (1024, 8))
+            FwdParams(blocksize_m=rows, blocksize_n=n, num_warps=warps, num_stages=stages)
+            for rows in (chunk, chunk * 4)
+            for n, warps, stages in ((128, 4, 1), (256, 4, 2), (512, 4, 1), (1024, 4, 1), (1024, 4, 3), (1024, 8, 1))
         ]
 
     @staticmethod

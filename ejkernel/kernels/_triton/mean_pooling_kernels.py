@@ -14,17 +14,21 @@ import triton.language as tl
 class PoolingConstants:
     """What a kernel is compiled for; no length is among them.
 
-    ``bs`` rows and ``bd`` features make a tile. ``chunk``: rows of a long sequence that are summed by one program.
+    ``bs`` rows and ``bd`` features make a tile that is written; a sum takes ``loads`` tiles of ``rows`` at a time, of which a
+    thread has one wide load each. ``chunk``: rows of a long sequence that are summed by one program.
     ``unit``: what features are counted in; the compiler must know of 16 to load wide. ``even``: whether tiles divide them.
-    ``single``: whether a sequence is one chunk. ``steps``: of a bisection through the offsets of packed sequences.
+    ``stages``: tiles whose loads are under way at once, through shared memory if there are several. ``single``: whether a sequence is one chunk. ``steps``: of a bisection through the offsets of packed sequences.
     """
 
     bs: int
     bd: int
+    rows: int
+    loads: int
     chunk: int
     unit: int
     even: bool
     mask: bool
+    stages: int = 1
     single: bool = False
     steps: int = 0
 
@@ -36,24 +40,48 @@ def feature_mask(column, features, C: tl.constexpr):
 
 
 @triton.jit
-def sum_of_rows(x, mask, row, start, stop, features, column, C: tl.constexpr, MASK: tl.constexpr):
-    """``[bd]``: the sum of the rows from ``start`` to ``stop``, counted from ``row``; with a mask also how many count."""
-    offsets = tl.arange(0, C.bs)[:, None] * features + tl.arange(0, C.bd)[None, :]
+def sum_of_rows(x, mask, gaps, row, start, stop, features, column, C: tl.constexpr, MASK: tl.constexpr):
+    """``[bd]``: the sum of the rows from ``start`` to ``stop``, counted from ``row``; if there are ``gaps``, of those in the mask."""
+    own = tl.arange(0, C.rows)
+    offsets = own[:, None] * features + tl.arange(0, C.bd)[None, :]
     inside = feature_mask(column, features, C)[None, :]
-    acc = tl.full([C.bs, C.bd], 0.0, tl.float32)
-    counts = tl.full([C.bs], 0, tl.int32)
-    for first in tl.range(start, stop, C.bs):
-        keep = tl.arange(0, C.bs) < stop - first
-        if MASK:
-            keep = keep & (tl.load(mask + row + first + tl.arange(0, C.bs), mask=keep, other=0) != 0)
-            counts += keep.to(tl.int32)
-        at = x + (row + first) * features + column
-        if C.even:
-            tile = tl.load(at + offsets, mask=keep[:, None], other=0.0)
-        else:
-            tile = tl.load(at + offsets, mask=keep[:, None] & inside, other=0.0)
-        acc += tile.to(tl.float32)
-    return tl.sum(acc, 0), tl.sum(counts, 0)
+    acc = tl.full([C.rows, C.bd], 0.0, tl.float32)
+    stages: tl.constexpr = C.stages
+    loads: tl.constexpr = C.loads
+    for first in tl.range(start, stop, C.rows * loads, num_stages=stages):
+        # All loads of a step are under way before the first sum, those of the mask before those of rows.
+        keeps = ()
+        for i in tl.static_range(loads):
+            position = first + i * C.rows + own
+            keep = position < stop
+            if MASK:
+                keep = keep & ((tl.load(mask + row + position, mask=keep & gaps, other=1) != 0) | ~gaps)
+            keeps += (keep,)
+        tiles = ()
+        for i in tl.static_range(loads):
+            at = x + (row + first + i * C.rows) * features + column
+            if C.even:
+                tiles += (tl.load(at + offsets, mask=keeps[i][:, None], other=0.0),)
+            else:
+                tiles += (tl.load(at + offsets, mask=keeps[i][:, None] & inside, other=0.0),)
+        for i in tl.static_range(loads):
+            acc += tiles[i].to(tl.float32)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def masked_sum(x, mask, row, start, stop, features, column, C: tl.constexpr):
+    """The same sum, and how many rows count.
+
+    The mask is read first, at once: most often the rows that count lie side by side, and then no load of them waits for it.
+    """
+    position = start + tl.arange(0, C.chunk)
+    keep = tl.load(mask + row + position, mask=position < stop, other=0) != 0
+    count = tl.sum(keep.to(tl.int32), 0)
+    first = tl.min(tl.where(keep, position, stop), 0)
+    last = tl.max(tl.where(keep, position + 1, first), 0)
+    total = sum_of_rows(x, mask, last - first != count, row, first, last, features, column, C, True)
+    return total, count
 
 
 @triton.jit
@@ -67,12 +95,15 @@ def padded_sums(inputs, mask, length, features, chunks, out, partial, counts, C:
     sequence = (program // columns // chunks).to(tl.int64)
     start = chunk * C.chunk
     stop = tl.minimum(start + C.chunk, length)
-    total, count = sum_of_rows(inputs, mask, sequence * length, start, stop, features, column, C, C.mask)
+    if C.mask:
+        total, count = masked_sum(inputs, mask, sequence * length, start, stop, features, column, C)
+    else:
+        total = sum_of_rows(inputs, mask, False, sequence * length, start, stop, features, column, C, False)
+        count = stop - start
     inside = feature_mask(column, features, C)
     feature = column + tl.arange(0, C.bd)
     if C.single:
-        divisor = tl.maximum(count, 1) if C.mask else stop
-        mean = total / divisor.to(tl.float32)
+        mean = total / tl.maximum(count, 1).to(tl.float32)
         tl.store(out + sequence * features + feature, mean.to(out.dtype.element_ty), mask=inside)
     else:
         slot = sequence * chunks + chunk
@@ -92,7 +123,7 @@ def combine_padded(partial, counts, length, features, chunks, out, C: tl.constex
     sequence = (program // columns).to(tl.int64)
     inside = feature_mask(column, features, C)
     feature = column + tl.arange(0, C.bd)
-    total, _ = sum_of_rows(partial, partial, sequence * chunks, 0, chunks, features, column, C, False)
+    total = sum_of_rows(partial, partial, False, sequence * chunks, 0, chunks, features, column, C, False)
     count = tl.full([1], 0, tl.int32)
     if C.mask:
         for first in tl.range(0, chunks, C.bs):
@@ -145,7 +176,7 @@ def packed_sums(inputs, offsets, tokens, sequences, features, chunks, batch, out
         stop = tl.load(offsets + owner + 1, mask=(owner >= 0) & (owner < sequences), other=0)
         if stop >= first + C.chunk:
             end = first + C.chunk
-            total, _ = sum_of_rows(inputs, inputs, entry * tokens, first, end, features, column, C, False)
+            total = sum_of_rows(inputs, inputs, False, entry * tokens, first, end, features, column, C, False)
             tl.store(partial + (entry * chunks + chunk) * features + feature, total, mask=inside)
     else:
         index -= batch * chunks
@@ -157,9 +188,9 @@ def packed_sums(inputs, offsets, tokens, sequences, features, chunks, batch, out
         # Without a whole chunk both ranges are one.
         long = last > first
         middle = tl.where(long, first * C.chunk, stop)
-        total, _ = sum_of_rows(inputs, inputs, entry * tokens, start, middle, features, column, C, False)
+        total = sum_of_rows(inputs, inputs, False, entry * tokens, start, middle, features, column, C, False)
         after = tl.where(long, last * C.chunk, stop)
-        more, _ = sum_of_rows(inputs, inputs, entry * tokens, after, stop, features, column, C, False)
+        more = sum_of_rows(inputs, inputs, False, entry * tokens, after, stop, features, column, C, False)
         total += more
         at = (entry * sequences + sequence) * features + feature
         if long:
@@ -182,7 +213,7 @@ def combine_packed(partial, rest, offsets, out, sequences, features, chunks, C: 
     start, stop = tl.load(offsets), tl.load(offsets + 1)
     first, last = whole_chunks(start, stop, C)
     if last > first:
-        total, _ = sum_of_rows(partial, partial, entry * chunks, first, last, features, column, C, False)
+        total = sum_of_rows(partial, partial, False, entry * chunks, first, last, features, column, C, False)
         inside = feature_mask(column, features, C)
         at = index.to(tl.int64) * features + column + tl.arange(0, C.bd)
         total += tl.load(rest + at, mask=inside, other=0.0)
