@@ -114,7 +114,7 @@ def featured(dim, heads, shrink, tiles):
     def of(*names):
         own = [one[name] for name in names if name in one]
         peers = [dataclasses.replace(one[x], implementation=CUDNN) for x in names if "pairs" in x and x in one]
-        others = [variant for name in names for variant in one[name].variants(*tiles.get(name, ())) if name in one]
+        others = [variant for name in names if name in one for variant in one[name].variants(*tiles.get(name, ()))]
         return [plain, change(implementation=CUDNN), *own, *peers, *others]
 
     biases = of(*(name for name in one if "keys" in name or name.endswith(" pairs") or name == "pairs"))
