@@ -23,6 +23,7 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
+from shared import environment, turn
 
 # name, M, K, N, groups; tiles of the forward, of the gradient of a and of that of b.
 BIG, MID, WIDE_FEW, FEW = (128, 256, 16), (128, 128, 16), (64, 256, 16), (64, 128, 16)
@@ -181,7 +182,8 @@ def check(options, write):
         row = {"part": "small", "case": name, "implementation": named(platform, tile), "direction": WORDS[direction]}
         try:
             program, arrays = future.result(timeout=max(0.1, end - time.time()))
-            found = [np.asarray(program(*arrays).astype(jnp.float32), np.float64) for _ in range(2)]
+            with turn(options.out):
+                found = [np.asarray(program(*arrays).astype(jnp.float32), np.float64) for _ in range(2)]
             a, b, bounds, dout = (np.asarray(x.astype(jnp.float32), np.float64) for x in arrays)
             exact = expected(direction, a, b, dout, bounds.astype(int), call[5])
             row["relative_error"] = float(np.linalg.norm(found[0] - exact) / max(np.linalg.norm(exact), 1e-30))
@@ -386,8 +388,6 @@ def time_case(case, spreads, futures, options, write, begin):
     """All directions of a case, with its rows spread so over the groups."""
     import jax
 
-    from ejkernel.utils.bursts import time_bursts
-
     a, b, dout = case.make()
     peers = None
     if case.dtype == "bfloat16" and "torch" not in options.without:
@@ -401,46 +401,48 @@ def time_case(case, spreads, futures, options, write, begin):
             if time.time() - begin > options.limit - 8:
                 print("no time left for", case.text(spread), direction, flush=True)
                 continue
-            rows, runners, best = {}, {}, 0
-            for (of, which, name), future in futures.items():
-                if of is not case or which != direction:
-                    continue
-                if spread != SPREADS[0] and name != named("pallas", case.tiles[direction][0]):
-                    continue
-                row = {
-                    "part": "times",
-                    "case": case.text(spread),
-                    "implementation": name,
-                    "direction": WORDS[direction],
-                }
-                rows[name] = row
-                try:
-                    if not future.done():
-                        raise TimeoutError("not compiled in time")
-                    program = future.result()
-                    row |= errors(case, direction, bounds, program, (a, b, bounds, dout), repeat=spread == SPREADS[0])
-                    runners[name] = functools.partial(program, a, b, bounds, dout)
-                except Exception as error:
-                    row["failed"] = shown(error)
-            for name, runner in (peers.runners(direction, spread, options) if peers else {}).items():
-                rows[name] = {
-                    "part": "times",
-                    "case": case.text(spread),
-                    "implementation": name,
-                    "direction": WORDS[direction],
-                }
-                runners[name] = runner
-            rounds = 3 if options.quick or spread != SPREADS[0] else options.rounds
-            for name, times in time_bursts(runners, rounds=rounds, seconds=0.25, pause=0.01).items():
-                if times.error is not None:
-                    rows[name]["failed"] = shown(times.error)
-                    continue
-                rows[name] |= {"ms": times.best * 1e3, "median_ms": times.median * 1e3}
-                rows[name]["tflops"] = case.flops / times.best / 1e12
+            with turn(options.out):
+                rows = time_direction(case, direction, spread, bounds, (a, b, dout), peers, futures, options)
             for row in rows.values():
                 write(row)
             best = sorted(rows.values(), key=lambda row: row.get("ms", 1e9))
             print(f"{case.name} {case.dtype} {spread} {direction}: " + "; ".join(map(brief, best)), flush=True)
+
+
+def time_direction(case, direction, spread, bounds, arrays, peers, futures, options):
+    """Rows by implementation."""
+    from ejkernel.utils.bursts import time_bursts
+
+    a, b, dout = arrays
+    rows, runners = {}, {}
+
+    def row_of(name):
+        return {"part": "times", "case": case.text(spread), "implementation": name, "direction": WORDS[direction]}
+
+    for (of, which, name), future in futures.items():
+        if of is not case or which != direction:
+            continue
+        if spread != SPREADS[0] and name != named("pallas", case.tiles[direction][0]):
+            continue
+        rows[name] = row = row_of(name)
+        try:
+            if not future.done():
+                raise TimeoutError("not compiled in time")
+            program = future.result()
+            row |= errors(case, direction, bounds, program, (a, b, bounds, dout), repeat=spread == SPREADS[0])
+            runners[name] = functools.partial(program, a, b, bounds, dout)
+        except Exception as error:
+            row["failed"] = shown(error)
+    for name, runner in (peers.runners(direction, spread, options) if peers else {}).items():
+        rows[name], runners[name] = row_of(name), runner
+    rounds = 3 if options.quick or spread != SPREADS[0] else options.rounds
+    for name, times in time_bursts(runners, rounds=rounds, seconds=0.25, pause=0.01).items():
+        if times.error is not None:
+            rows[name]["failed"] = shown(times.error)
+            continue
+        rows[name] |= {"ms": times.best * 1e3, "median_ms": times.median * 1e3}
+        rows[name]["tflops"] = case.flops / times.best / 1e12
+    return rows
 
 
 def brief(row):
@@ -551,8 +553,6 @@ def parent(options):
         except subprocess.TimeoutExpired:
             ended[part] = "ran out of time"
         print(f"{part}: {ended[part]} after {time.time() - begin:.0f} s", flush=True)
-    from shared import environment
-
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     about = environment("torch", "triton", "jax-triton", "tokamax", "quack-kernels")
     result = {**about, "note": f"how the parts ended: {ended}"}

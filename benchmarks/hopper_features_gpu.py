@@ -22,12 +22,11 @@ from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
 from blocksparse_attention_gpu import random_mask
-from shared import environment
+from shared import environment, turn
 
 import ejkernel
 from ejkernel import FwdParams
@@ -457,7 +456,7 @@ def measure(part, options):
     calls = parts(options.shrink)[part]
     works = compiled(calls, options.shrink == 1)
     spent = time.monotonic() - begin
-    with filelock.FileLock(f"{options.out}.lock"):
+    with turn(options.out):
         begin = time.monotonic()
         for row in rows_of(part, calls, works, options):
             kept = json.loads(options.out.read_text())["rows"] if options.out.exists() else []

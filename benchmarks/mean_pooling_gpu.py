@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shared import environment
+from shared import environment, turn
 
 from ejkernel import BwdParams, FwdParams, mean_pooling, overlay
 from ejkernel.utils.bursts import time_bursts
@@ -122,7 +122,7 @@ def check(name, case, rng):
     return {**row, "error_output": float(errors[0]), "error_inputs": float(errors[1]), "repeats": repeats}
 
 
-def timed(name, case, deadline):
+def timed(name, case, deadline, out):
     """A row for each implementation and tile of a case."""
     x = jax.random.normal(jax.random.key(0), case["inputs"], case["dtype"])
     valid, rows, sequences = counted(case)
@@ -144,7 +144,9 @@ def timed(name, case, deadline):
                     runs[label] = functools.partial(jax.jit(function).lower(argument).compile(), argument)
                 except Exception as error:
                     yield {"case": name, "implementation": label, "direction": direction, "failed": str(error)[:200]}
-        for label, times in time_bursts(runs, rounds=3, seconds=0.1, pause=0.003).items():
+        with turn(out):
+            found = time_bursts(runs, rounds=3, seconds=0.1, pause=0.003)
+        for label, times in found.items():
             own = {"case": name, "implementation": label, "direction": direction}
             if times.error is not None:
                 yield {**own, "failed": str(times.error)[:200]}
@@ -184,7 +186,7 @@ def copies(sizes=(128, 512)):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--errors-only", action="store_true")
     options = parser.parse_args()
@@ -195,21 +197,23 @@ def main():
     def kept(part, row):
         result[part].append(row)
         print("  ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     for name, case in small_cases(rng):
         try:
-            kept("errors", check(name, case, rng))
+            with turn(options.out):
+                kept("errors", check(name, case, rng))
         except Exception as error:
             kept("errors", {"case": name, "implementation": "triton", "failed": str(error)[:300]})
     if options.errors_only:
         return
-    for row in copies():
+    with turn(options.out):
+        roofs = list(copies())
+    for row in roofs:
         kept("times", row)
     for name, case in cases(rng):
         try:
-            for row in timed(name, case, deadline):
+            for row in timed(name, case, deadline, options.out):
                 kept("times", row)
         except Exception as error:
             kept("times", {"case": name, "implementation": "triton", "failed": str(error)[:300]})

@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attention_child as child
-import filelock
 import numpy as np
 from attention_float64 import in_blocks, relative_errors
 from models_calls import CALLS, words
@@ -334,14 +333,13 @@ def main():
         names += [FA4] * bool(options.fa4) + [TOKAMAX] * bool(options.peers) + [CUDNN]
 
     import jax
-    from shared import origin
+    from shared import origin, turn
 
     begin = time.monotonic()
     versions = {name: version for name, version in child.versions().items() if name != "ejkernel"}
     result = {**origin(), "device": jax.devices()[0].device_kind, "versions": versions, "calls": []}
     keep = options.missing or options.only != list(CALLS)
     rows = known_rows(options.out) if keep else {}
-    lock = filelock.FileLock(f"{options.out}.lock")
     for name in names:
         with contextlib.suppress(Exception):  # modules are imported by one thread
             child.attention_of(VARIANTS.get(name, (name,))[0])
@@ -356,7 +354,7 @@ def main():
                 break
             with contextlib.suppress(Exception):  # it fails again where it is measured
                 warmed(CALLS[name][1], reference)
-            with lock:
+            with turn(options.out):
                 row = measured(name, programs, reference, names, options.rounds)
                 rows = {**rows, **(known_rows(options.out) if keep else {}), name: row}
                 result["calls"] = [rows[known] for known in CALLS if known in rows]

@@ -21,7 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs m
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shared import environment
+from shared import environment, turn
 
 import ejkernel
 from ejkernel import explain, kernel_registry, recurrent
@@ -169,7 +169,7 @@ def named_errors(actual, expected):
     return found
 
 
-def errors(platforms, compiled, left):
+def errors(platforms, compiled, left, options):
     prepared = []
     for case in ERRORS:
         floats, integers, rest = made(*case)
@@ -192,7 +192,8 @@ def errors(platforms, compiled, left):
             row = {"case": name_of(case), "implementation": platform}
             try:
                 call, seconds = program()
-                first, second = (jax.tree.map(np.asarray, call(*arguments)) for _ in range(2))
+                with turn(options.out):
+                    first, second = (jax.tree.map(np.asarray, call(*arguments)) for _ in range(2))
                 same = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True))
                 found = named_errors(first, expected)
                 row |= {"errors": found, "repeats": same}
@@ -331,7 +332,9 @@ def times(platforms, compiled, left, options):
             if direction in peers:
                 runners["torch"] = peers[direction]
             row = {"case": name_of(case), "direction": direction, "implementations": {}}
-            for name, bursts in time_bursts(runners, rounds=options.rounds, seconds=0.5).items():
+            with turn(options.out):
+                found = time_bursts(runners, rounds=options.rounds, seconds=0.5)
+            for name, bursts in found.items():
                 if bursts.error is not None:
                     failed[name] = reason(bursts.error)
                 else:
@@ -365,7 +368,9 @@ def main():
 
     compiled, result = Compiled(), {**environment("triton", "jax-triton", "torch")}
     parts = {
-        "errors": lambda: errors(platforms if options.platforms else [p for p in known if p != "xla"], compiled, left),
+        "errors": lambda: errors(
+            platforms if options.platforms else [p for p in known if p != "xla"], compiled, left, options
+        ),
         "times": lambda: times(platforms, compiled, left, options),
     }
     for part in options.parts.split(","):

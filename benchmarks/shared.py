@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -63,6 +64,30 @@ def environment(*packages):
         "python": platform.python_version(),
         "versions": found,
     }
+
+
+@contextlib.contextmanager
+def turn(path, seconds=120.0):
+    """The device to this process alone, among those that take turns; what it needs compiled should be by then.
+
+    They name one file: ``path``, or, for scripts that are started side by side, that of BENCHMARK_TURN. A kernel that hangs
+    must not keep the others waiting: after so many seconds the process ends.
+    """
+    import filelock
+
+    with filelock.FileLock(os.environ.get("BENCHMARK_TURN") or f"{path}.lock"):
+
+        def end():
+            print(f"{sys.argv[0]}: a turn took more than {seconds:.0f} s; the process ends", flush=True)
+            os._exit(3)
+
+        watch = threading.Timer(seconds, end)
+        watch.daemon = True
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
 
 
 def gpu_options(doc):
