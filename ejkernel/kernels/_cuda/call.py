@@ -38,14 +38,12 @@ class Launch:
         threads: of a CTA.
         shared_memory: bytes of a CTA.
         cooperative: whether all CTAs run at once; the driver refuses what does not fit.
-        cluster: CTAs of a cluster.
     """
 
     grid: int
     threads: int
     shared_memory: int
     cooperative: bool = False
-    cluster: int = 1
 
 
 def launch(
@@ -74,7 +72,6 @@ def launch(
         cubin=np.frombuffer(code, np.uint8),
         grid=np.int32(how.grid),
         threads=np.int32(how.threads),
-        cluster=np.int32(how.cluster),
         shared_memory=np.int32(how.shared_memory),
         cooperative=np.int32(how.cooperative),
         zeroed=np.int32(zeroed),

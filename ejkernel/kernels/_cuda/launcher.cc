@@ -31,7 +31,6 @@ using Pointer = std::uint64_t;
 
 constexpr int kMaxDynamicSharedMemory = 8;  // of a function's attributes
 constexpr int kCooperative = 2;             // of a launch's
-constexpr int kCluster = 4;
 
 struct LaunchAttribute {
   int id;
@@ -39,7 +38,6 @@ struct LaunchAttribute {
   union {
     char bytes[64];
     int cooperative;
-    unsigned cluster[3];
   };
 };
 static_assert(sizeof(LaunchAttribute) == 72 && alignof(LaunchAttribute) == 4);
@@ -134,14 +132,18 @@ struct Kernel {
   int shared_memory;
 };
 
-// Loads a kernel once for each context. Modules stay: executables that hold their cubin may run at any time.
+// Loads a kernel once for each context. Modules stay: executables that hold their cubin may run at any time. Loading may wait for what
+// runs on the device, such as a collective that waits for another device's thread: so the lock is not held. Should two threads
+// of a context load the same at once, both copies work.
 Function find(const Driver& driver, Context context, const Kernel& kernel, std::string& error) {
   static std::mutex mutex;
   static std::map<std::tuple<Context, std::string, std::string, int>, Function> known;
-  const std::lock_guard<std::mutex> lock(mutex);
   const auto key =
       std::make_tuple(context, std::string(kernel.key), std::string(kernel.entry), kernel.shared_memory);
-  if (const auto found = known.find(key); found != known.end()) return found->second;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = known.find(key); found != known.end()) return found->second;
+  }
   Module module;
   Function function;
   if (const Status status = driver.load(&module, kernel.cubin.begin()); status != 0) {
@@ -152,6 +154,7 @@ Function find(const Driver& driver, Context context, const Kernel& kernel, std::
              status != 0) {
     error = driver.describe("giving a kernel " + std::to_string(kernel.shared_memory) + " bytes of shared memory", status);
   } else {
+    const std::lock_guard<std::mutex> lock(mutex);
     return known[key] = function;
   }
   return nullptr;
@@ -159,7 +162,7 @@ Function find(const Driver& driver, Context context, const Kernel& kernel, std::
 
 ffi::Error Launch(Stream stream, ffi::RemainingArgs operands, ffi::RemainingRets results, std::string_view key,
                   std::string_view entry, ffi::Span<const std::uint8_t> cubin, std::int32_t grid, std::int32_t threads,
-                  std::int32_t cluster, std::int32_t shared_memory, std::int32_t cooperative, std::int32_t zeroed,
+                  std::int32_t shared_memory, std::int32_t cooperative, std::int32_t zeroed,
                   ffi::Span<const std::int32_t> scalars) {
   const Driver& driver = Driver::get();
   if (!driver.missing.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, driver.missing);
@@ -194,24 +197,15 @@ ffi::Error Launch(Stream stream, ffi::RemainingArgs operands, ffi::RemainingRets
   for (void*& buffer : buffers) parameters.push_back(&buffer);
   for (std::int32_t& value : values) parameters.push_back(&value);
 
-  AlignedAttribute attributes[2] = {};
-  unsigned count = 0;
-  if (cooperative != 0) {
-    attributes[count].id = kCooperative;
-    attributes[count++].cooperative = 1;
-  }
-  if (cluster > 1) {
-    attributes[count].id = kCluster;
-    attributes[count].cluster[0] = static_cast<unsigned>(cluster);
-    attributes[count].cluster[1] = attributes[count].cluster[2] = 1;
-    ++count;
-  }
+  AlignedAttribute attribute = {};
+  attribute.id = kCooperative;
+  attribute.cooperative = 1;
   const LaunchConfig config = {{static_cast<unsigned>(grid), 1, 1},
                                {static_cast<unsigned>(threads), 1, 1},
                                static_cast<unsigned>(shared_memory),
                                stream,
-                               attributes,
-                               count};
+                               &attribute,
+                               cooperative != 0 ? 1u : 0u};
   const Status status = driver.launch(&config, function, parameters.data(), nullptr);
   return status == 0 ? ffi::Error::Success() : failed("launching", status);
 }
@@ -228,7 +222,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ejkernel_cuda_launch, Launch,
                                   .Attr<ffi::Span<const std::uint8_t>>("cubin")
                                   .Attr<std::int32_t>("grid")
                                   .Attr<std::int32_t>("threads")
-                                  .Attr<std::int32_t>("cluster")
                                   .Attr<std::int32_t>("shared_memory")
                                   .Attr<std::int32_t>("cooperative")
                                   .Attr<std::int32_t>("zeroed")

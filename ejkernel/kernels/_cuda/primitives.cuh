@@ -14,7 +14,8 @@ namespace ejkernel {
 #if ELEMENT == FLOAT32
 using element = float;
 DEVICE float widened(element x) { return x; }
-DEVICE element narrowed(float x) { return x; }
+// A NaN is that of the host: `upper` would carry the hardware's own, all of whose bits are set, over into the sign.
+DEVICE element narrowed(float x) { return x == x ? x : __uint_as_float(0x7fc00000u); }
 #else
 using element = unsigned short;
 DEVICE float widened(element x) {
@@ -88,12 +89,11 @@ DEVICE uint4 load_shared_state(const void* address) {
   return x;
 }
 
-// Says that all that this CTA has written may be read. The counter only grows.
+// Says that all that this CTA has written may be read. The counter only grows. The release counts for what every thread wrote
+// before the CTA's barrier; a fence beside it would only be waited for twice.
 DEVICE void arrive(unsigned* counter) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    asm volatile("fence.acq_rel.gpu;\n\tred.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-  }
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 // Waits until so many CTAs have arrived. A CTA that never does ends the kernel with an error instead of a hang.

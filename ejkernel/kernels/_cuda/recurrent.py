@@ -18,7 +18,16 @@ from ejkernel.contracts.params import BwdParams, FwdParams, params_class
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, cuda
 from ejkernel.kernels._cuda import call
-from ejkernel.kernels._cuda.recurrent_plan import BLOCK_BATCH, BLOCK_UNITS, WARPS, Plan, Problem, packed, plan
+from ejkernel.kernels._cuda.recurrent_plan import (
+    BLOCK_BATCH,
+    BLOCK_UNITS,
+    WARPS,
+    Plan,
+    Problem,
+    host_nans,
+    packed,
+    plan,
+)
 from ejkernel.kernels.common import recurrent as common
 from ejkernel.kernels.common.recurrent import GATES, PLANES
 
@@ -76,7 +85,7 @@ class _Direction(common.Direction):
                 self._wide(self.projected(), gates),
                 self._wide(self.state_bias()) if self.spec.cell == "gru" else nothing,
                 self._weights("forward"),
-                self._wide(self.start[0].astype(self.dtype)),
+                self._wide(host_nans(self.start[0].astype(self.dtype))),
                 self._wide(self.start[1]) if lstm else nothing,
                 self.alive,
             ],

@@ -160,12 +160,18 @@ def _divided(problem: Problem, capacity: Capacity, unit_blocks: int, batch_block
     )
 
 
+def host_nans(array: Array) -> Array:
+    """With NaNs as ``upper`` in primitives.cuh keeps them: it would carry the hardware's own over into the sign."""
+    return jnp.where(jnp.isnan(array), jnp.nan, array) if array.dtype == jnp.float32 else array
+
+
 def packed(weights: Array, plan: Plan) -> Array:
     """Weights ``[gates, hidden, length]`` in the order in which lanes hold them, as 32-bit numbers.
 
     The axes are: group, warp, piece, unit block, gate, product of two in a piece, lane, register. Register r of lane l holds row
     l / 4 + 8 · (r mod 2) of a row block, and numbers of a row as ``multiply`` in recurrent.cuh pairs them.
     """
+    weights = host_nans(weights)
     p = plan.problem
     each = 4 // p.itemsize  # numbers of a register
     lengths = (plan.pieces, WARPS, 4, 2, 2, each)

@@ -80,6 +80,10 @@ def arrive(counter, C: tl.constexpr):
             pack=1,
         )
     elif C.barrier == "atomics":
+        # AMD's barrier orders the local memory alone, and the release waits for the stores of its own wave.
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)", "=v,s,~{memory}", [counter], dtype=tl.int32, is_pure=False, pack=1
+        )
         tl.debug_barrier()
         tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
