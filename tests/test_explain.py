@@ -137,8 +137,8 @@ def test_a_parameter_that_nobody_reads_is_refused():
         flash_attention(x, x, x, fwd_params=FwdParams(blocksize_k=64))
     with pytest.raises(InvalidInputError, match=r"bwd_params sets blocksize_k=32.*expected one of .*kv_blocksize"):
         explain(flash_attention, x, x, x, bwd_params=BwdParams(blocksize_k=32))
-    with pytest.raises(InvalidInputError, match=r"overlay\(mean_pooling=FwdParams\(…\)\) sets num_stages=2"):
-        with overlay(mean_pooling=FwdParams(num_stages=2)):
+    with pytest.raises(InvalidInputError, match=r"overlay\(mean_pooling=FwdParams\(…\)\) sets kv_blocksize=64"):
+        with overlay(mean_pooling=FwdParams(kv_blocksize=64)):
             pass
     # One that another implementation reads is no error: it is left out of what this one uses.
     assert flash_attention(x, x, x, fwd_params=FwdParams(num_stages=3), platform="xla").shape == x.shape

@@ -319,7 +319,7 @@ def test_decoding_runs_on_triton():
 def test_what_it_refuses(sizes, options, reason):
     found = explained(*shapes(**sizes), **options)
     assert found.chosen.platform.value == "triton"
-    [told] = [c for c in found.candidates if c.implementation.platform.value == "pallas"]
+    [told] = [c for c in found.candidates if (c.platform.value, c.backend.value) == ("pallas", "gpu")]
     assert reason in " ".join(told.reasons)
     run = functools.partial(page_attention, platform="pallas", **options)
     with target("nvidia-h200"), pytest.raises(UnsupportedError, match=re.escape(reason)):

@@ -209,4 +209,4 @@ def test_a_result_in_float64_is_left_to_others(x64):
     args = (array(64, 32, dtype="float32"), array(4, 32, 32, dtype="float32"), array(4, dtype="int32"))
     told = explain(grouped_matmul, *args, preferred_element_type="float64", device=H200)
     (own,) = (c for c in told.candidates if c.platform is Platform.TRITON)
-    assert own.reasons == ("a result in float64 is not supported",)
+    assert own.reasons == ("a result in float64 of float32 is not supported",)
