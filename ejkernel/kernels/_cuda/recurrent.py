@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
@@ -69,6 +69,8 @@ class _Direction(common.Direction):
     def __init__(self, arrays: dict[str, Any], spec: Any, index: int, params: Any, device: DeviceInfo | None):
         super().__init__(arrays, spec, index)
         self.params, self.device = params, device
+        # Float32 as in the loop: three products of the tensor cores.
+        self.precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
         self.padded = -(-self.hidden // ALIGNED) * ALIGNED
         self.alive = self.lengths
         if self.alive is None:
@@ -242,5 +244,5 @@ kernel_registry.register(
         gradients={"inputs", "hidden", "weights"},
         check=call.refusal,
     ),
-    priority=call.UNMEASURED,
+    priority=call.PRIORITY,
 )(CudaRecurrent)

@@ -2,8 +2,6 @@
 
 Sequences are summed in chunks, by as many programs as keep a chip busy; the sums of chunks are added in order, so every
 rerun gives the same bits. Packed sequences that hold no whole chunk have one program each, and nothing to add.
-
-Nothing here has been measured on a GPU yet: the kernel runs where it is pinned or where tuning found it to be faster.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
 from ejkernel.contracts.support import HeadDims
 from ejkernel.kernels._triton.call import call, cores, interpreting, passes_twice
-from ejkernel.kernels._triton.registering import UNMEASURED, register
+from ejkernel.kernels._triton.registering import register
 
 READ: dict[str, tuple[str, ...]] = {
     "forward": ("blocksize_m", "blocksize_n", "num_warps", "num_stages"),
@@ -33,9 +31,12 @@ FEWEST_FEATURES, MOST_FEATURES, TILE_BYTES = 16, 1024, 2**14
 UNALIGNED_TILE_BYTES = 2**12
 LOADS, UNALIGNED_LOADS, LOADS_COMBINED = 8, 2, 4
 # Rows a chunk, and programs a multiprocessor that the default chunks make; rows of a sequence that one program writes.
-FEWEST_ROWS, MOST_ROWS, PROGRAMS_PER_CORE, WRITTEN_ROWS = 128, 4096, 16, 128
-# Chunks' sums are added in narrow tiles: few sequences must not mean few programs.
-COMBINED_FEATURES = 128
+FEWEST_ROWS, MOST_ROWS, PROGRAMS_PER_CORE, WRITTEN_ROWS = 128, 4096, 4, 128
+# A packed sequence without a whole chunk has one program.
+MOST_PACKED_ROWS = 256
+# Narrow tiles: of padded sequences, so that a program has all rows of one and nothing is left to add; of what adds the sums of
+# chunks, so that few sequences do not mean few programs.
+NARROW = 128
 MOST_WARPS, MOST_STAGES, DEFAULT_STAGES = 8, 4, 3
 ALIGNED = 16
 
@@ -201,7 +202,7 @@ def _constants(arrays: dict[str, Array], params: FwdParams | BwdParams, *, singl
 
 def _combined(c: Any, features: int, warps: int) -> Any:
     """The constants of what adds the sums of chunks, which are float32."""
-    bd = min(c.bd, COMBINED_FEATURES)
+    bd = min(c.bd, NARROW)
     return replace(c, bd=bd, rows=_rows_a_load(bd, 4, warps), loads=LOADS_COMBINED, even=features % bd == 0, stages=1)
 
 
@@ -227,14 +228,15 @@ def effective(
     widest = max(FEWEST_FEATURES, min(MOST_FEATURES, power_of_two(features)))
     # Not much narrower than it may be: a narrow tile has many rows, whose offsets have 32 bits.
     narrowest = max(FEWEST_FEATURES, widest // 8)
-    bd = max(narrowest, min(widest, power_of_two_below(params.blocksize_n or widest)))
+    aligned = _aligned(features, shapes["inputs"].dtype.itemsize)
+    narrow = aligned and isinstance(params, FwdParams) and "cu_seqlens" not in shapes
+    bd = max(narrowest, min(widest, power_of_two_below(params.blocksize_n or (NARROW if narrow else widest))))
     used = {"blocksize_n": bd, "num_warps": min(MOST_WARPS, power_of_two_below(params.num_warps or 4))}
     longest = power_of_two(max(1, shapes["inputs"].shape[1]))
     if isinstance(params, FwdParams):
         chunk = power_of_two_below(params.blocksize_m) if params.blocksize_m else _chunk(shapes, bd, device)
         used["blocksize_m"] = min(chunk, longest)
-        stages = DEFAULT_STAGES if _aligned(features, shapes["inputs"].dtype.itemsize) else 1
-        used["num_stages"] = min(MOST_STAGES, params.num_stages or stages)
+        used["num_stages"] = min(MOST_STAGES, params.num_stages or (DEFAULT_STAGES if aligned else 1))
     elif "cu_seqlens" in shapes:
         used["blocksize_m"] = min(power_of_two_below(params.blocksize_m or WRITTEN_ROWS), longest)
     return type(params)(**used)
@@ -244,7 +246,8 @@ def _chunk(shapes: dict[str, Any], bd: int, device: DeviceInfo | None) -> int:
     """Rows that make about as many programs as a chip holds."""
     batch, length, features = shapes["inputs"].shape
     share = -(-batch * length * -(-features // bd) // (cores(device) * PROGRAMS_PER_CORE))
-    return max(FEWEST_ROWS, min(MOST_ROWS, power_of_two(share)))
+    most = MOST_PACKED_ROWS if "cu_seqlens" in shapes else MOST_ROWS
+    return max(FEWEST_ROWS, min(most, power_of_two(share)))
 
 
 class TritonMeanPooling:
@@ -258,7 +261,7 @@ class TritonMeanPooling:
 
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
-        """Tiles where nothing was tuned: all features of a few rows."""
+        """Tiles where nothing was tuned: few features of all rows of a padded sequence, else all features of a few rows."""
         return effective(shapes, params_class(direction)(), device)
 
     @staticmethod
@@ -287,5 +290,4 @@ register(
     features={"mask", "varlen"},
     gradients={"inputs"},
     head_dims=HeadDims(),
-    priority=UNMEASURED,
 )(TritonMeanPooling)
