@@ -203,18 +203,21 @@ def jax_splash(direction, dim):
 
 
 def tokamax_splash(direction, dim):
-    """With the blocks that a search over them found to be the best forward; backward with those that fit."""
-    blocks = {"forward": (2048, 2048, 512), "backward": (1024, 1024, 512)}
+    """With the blocks that a search over them found to be the best forward, where they fit; else, and backward, with those that fit."""
+
+    def sizes(generation):
+        wide = dim > 128 and generation.mxu == 128  # by default less vector memory may be used there
+        return (1024, 1024, 512) if direction == "backward" or wide else (2048, 2048, 512)
 
     def build(generation):
         from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash
         from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
 
         layout = splash.QKVLayout
-        q, kv, compute = blocks["forward"] if direction == "forward" else (1024, 1024, 512)
+        q, kv, compute = blocks = sizes(generation)
         more = {}
         if direction == "backward":
-            more = dict(zip(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), blocks["backward"], strict=True))
+            more = dict(zip(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), blocks, strict=True))
         config = splash.SplashConfig(
             block_q=q, block_kv=kv, block_kv_compute=compute, q_layout=layout(2), k_layout=layout(1), v_layout=layout(1),
             use_experimental_scheduler=True, **more,
@@ -228,7 +231,7 @@ def tokamax_splash(direction, dim):
         return (run if direction == "forward" else gradients_of(run)), arrays
 
     def count(schedules, generation):
-        n = LENGTH // blocks[direction][0]
+        n = LENGTH // sizes(generation)[0]
         schedule = named(schedules, "splash_mha_fwd" if direction == "forward" else "splash_mha_dkv")
         busy = [leaf for leaf in schedule.leaves() if leaf.busy.get("MXU")]
         small = [leaf for leaf in schedule.leaves() if not leaf.busy.get("MXU")]

@@ -189,6 +189,9 @@ def flops_of(recipe, offsets):
 
 # Training
 
+# Steps before the time is taken: the first compiles, and in the second some libraries prepare more.
+UNTIMED = 2
+
 
 def optimizer_of(recipe):
     warm = min(40, recipe.steps // 4)
@@ -243,25 +246,25 @@ def trained(recipe, attention, documents, mesh):
         state, loss = step(state, spread(batch, mesh))
         losses.append(loss)
         offsets.append(batch["offsets"])
-        if count == 0:
+        if count < UNTIMED:
             loss.block_until_ready()
             compiled, busy = time.perf_counter(), time.process_time()
             continue
         # Waiting for the loss of the step before leaves the devices with one to do, which does not count yet.
         last = float(losses[-2])
-        rate = (count - 1) * recipe.rows * recipe.length / (time.perf_counter() - compiled)
+        rate = (count - UNTIMED) * recipe.rows * recipe.length / (time.perf_counter() - compiled)
         progress(f"{attention}: step {count + 1} of {recipe.steps}, {last:.2f} nats a token, {rate:,.0f} tokens/s")
     losses = [round(float(loss), 5) for loss in losses]
     seconds, busy = time.perf_counter() - compiled, time.process_time() - busy
     print()
-    timed = recipe.steps - 1
+    timed = recipe.steps - UNTIMED
     flops = flops_of(recipe, np.concatenate(offsets)) * timed / recipe.steps
     chip = identify(mesh.devices.flat[0].device_kind)
     peak = chip and chip.flops(recipe.model.dtype)
     return state[0], {
         "losses": losses,
         "compile_seconds": compiled - begin,
-        "seconds": seconds,  # without the first step, and so what follows
+        "seconds": seconds,  # without the first two steps, and so what follows
         "cpu_seconds": busy,  # of all cores; on a CPU that others use too, this is what can be compared
         "tokens_per_second": timed * recipe.rows * recipe.length / seconds,
         "model_flops_per_second": flops / seconds,

@@ -288,19 +288,31 @@ TPU_ENVIRONMENT = {
 
 def abstract_call(arrays, options):
     """Prepared arrays, abstract, and the spec."""
-    prepared = jax.eval_shape(lambda arrays: prepare(arrays, options)[0], arrays)
+    given = {name: x for name, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    prepared = jax.eval_shape(lambda arrays, given: prepare(arrays, {**options, **given})[0], arrays, given)
     return prepared, bound(*arrays, **options)[0].spec
 
 
 def compiled_calls(names):
     """Of the calls, lengths apart: their features with 2048 queries and keys of 128 dims."""
     for name in names:
-        dims = {"value dim": (192, 128), "narrow dims": (64, 64), "wide": (256, 256)}.get(name, (128, 128))
+        dims = HEAD_DIMS.get(name, (128, 128))
         dtype = jnp.float32 if name == "plain" else jnp.bfloat16
         q, k, v = ((1, 2048, 4, dims[0]), (1, 2048, 2, dims[0]), (1, 2048, 2, dims[1]))
-        yield [jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k, v)], LARGE.get(name, CALLS[name][1])
+        yield [jax.ShapeDtypeStruct(shape, dtype) for shape in (q, k, v)], large(name)
 
 
+def large(name):
+    """The options of a call of 2048 queries and keys."""
+    return LARGE[name] if name in LARGE else CALLS[name][1]
+
+
+# Of the calls that are compiled, where not 128.
+HEAD_DIMS = {
+    "value dim": (192, 128),
+    "narrow dims": (64, 64),
+    **dict.fromkeys(("wide", "wide, bias of pairs", "wide, mask of pairs"), (256, 256)),
+}
 LARGE = {
     "segments": {
         "causal": True,
@@ -310,6 +322,8 @@ LARGE = {
     "packed": {"cum_seqlens_q": np.array([0, 2048]), "cum_seqlens_k": np.array([0, 2048])},
     "sinks": {"causal": True, "softmax_aux": np.ones((4, 1), np.float32)},
     "bias": {"causal": True, "bias": jax.ShapeDtypeStruct((1, 4, 2048, 2048), jnp.float32)},
+    "wide, bias of pairs": {"causal": True, "bias": jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.bfloat16)},
+    "wide, mask of pairs": {"causal": True, "attention_mask": jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.bool_)},
 }
 
 
@@ -352,5 +366,8 @@ def test_compiles_for_every_tpu(topology):
         "value dim",
         "narrow dims",
         "wide",
+        "bias",
+        "wide, bias of pairs",
+        "wide, mask of pairs",
     ]
     assert max(compile_by_libtpu([topology], names)) < 3

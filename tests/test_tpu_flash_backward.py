@@ -15,7 +15,7 @@ import test_tpu_blocksparse as blocksparse
 from conftest import bound
 from jax.experimental.pallas import tpu as pltpu
 from lanes import some
-from test_tpu_flash_attention import CALLS, LARGE, LONG, TPU_ENVIRONMENT, inputs, prepare, random
+from test_tpu_flash_attention import CALLS, HEAD_DIMS, LONG, TPU_ENVIRONMENT, inputs, large, prepare, random
 from tolerances import assert_close
 
 from ejkernel import BwdParams, FwdParams, kernel_registry
@@ -293,11 +293,11 @@ print(json.dumps(results))
 
 def compiled_call(name, length):
     """Abstract: prepared arrays, the spec, residuals and cotangents."""
-    dims = {"value dim": (192, 128), "narrow dims": (64, 64), "wide": (256, 256)}.get(name, (128, 128))
+    dims = HEAD_DIMS.get(name, (128, 128))
     dtype = jnp.float32 if name == "plain" else jnp.bfloat16
     shapes = (1, length, 4, dims[0]), (1, length, 2, dims[0]), (1, length, 2, dims[1])
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    options = LARGE.get(name, CALLS[name][1])
+    options = large(name)
     abstract = {key: x for key, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
     prepared = jax.eval_shape(lambda arrays, x: prepare(arrays, {**options, **x})[0], arrays, abstract)
     spec = bound(*arrays, **options)[0].spec
@@ -336,4 +336,5 @@ def test_every_default_compiles(topology):
     names = ["plain", "causal", "segments", "packed", "sinks", "dropout", "value dim", "narrow dims", "wide"]
     calls = [(name, 2048) for name in names] + [(name, 32768) for name in ("plain", "causal", "wide")]
     assert max(compile_by_libtpu([topology], calls)) < 5
-    assert max(compile_by_libtpu([topology], [("bias", 2048), ("soft cap", 2048)])) < 2
+    of_pairs = ("bias", "wide, bias of pairs", "wide, mask of pairs")
+    assert max(compile_by_libtpu([topology], [(name, 2048) for name in (*of_pairs, "soft cap")])) < 2

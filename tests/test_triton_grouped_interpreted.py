@@ -207,7 +207,8 @@ def check_packed(lengths, padding, features, rows, columns=None, dtype="float32"
     if not x.size:
         return
     dout = rng.standard_normal((len(lengths), features)).astype(dtype)
-    with overlay(mean_pooling=(FwdParams(blocksize_m=rows, blocksize_n=columns), BwdParams(blocksize_n=columns))):
+    tiles = {"blocksize_m": rows, "blocksize_n": columns}
+    with overlay(mean_pooling=(FwdParams(**tiles), BwdParams(**tiles))):
         out, pull = jax.vjp(
             lambda x: mean_pooling(x, cu_seqlens=jnp.asarray(offsets), platform="triton"), jnp.asarray(x)
         )
@@ -261,5 +262,5 @@ def test_padded_means_in_chunks(rows, masked):
 
 def test_chunks_follow_the_size_of_the_chip():
     shapes = {"inputs": jax.ShapeDtypeStruct((64, 4096, 1024), "bfloat16")}
-    assert pooling._chunk(shapes, 1024, None) == 4096
+    assert pooling._chunk(shapes, 1024, None) == pooling.MOST_ROWS
     assert pooling._chunk({"inputs": jax.ShapeDtypeStruct((1, 10, 8), "float32")}, 16, None) == pooling.FEWEST_ROWS

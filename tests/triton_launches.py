@@ -57,6 +57,7 @@ NAMES = {
     "uint32": "u32",
     "uint8": "u8",
     "int8": "i8",
+    "bool": "i1",
 }
 
 

@@ -60,6 +60,6 @@ class Kernel(Protocol):
         """The parameters that the kernel will use if it is given these: clipped, and no others than it reads. Idempotent."""
         ...
 
-    def handicap(self, shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def handicap(self, shapes: dict[str, Any], spec: Any, device: DeviceInfo, direction: str) -> int:
         """What to take off the kernel's priority for a call that a kernel of lower priority is known to serve better."""
         ...

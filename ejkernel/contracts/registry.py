@@ -115,10 +115,10 @@ class Implementation:
         own = getattr(self.kernel, "backward", None) is not None
         return self.plain or not (own or getattr(self.kernel, "residuals", False))
 
-    def priority_for(self, shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def priority_for(self, shapes: dict[str, Any], spec: Any, device: DeviceInfo, direction: str) -> int:
         """The priority, less what the kernel itself takes off for a call."""
         handicap = getattr(self.kernel, "handicap", None)
-        return self.priority - (handicap(shapes, spec, direction) if handicap is not None and shapes else 0)
+        return self.priority - (handicap(shapes, spec, device, direction) if handicap is not None and shapes else 0)
 
     def reads(self, direction: str) -> frozenset[str] | None:
         """The parameters that the kernel reads; None if it does not say."""

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, cuda
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._cuda import call
 from ejkernel.kernels._cuda.recurrent_plan import (
     BLOCK_BATCH,
@@ -69,6 +70,8 @@ class _Direction(common.Direction):
     def __init__(self, arrays: dict[str, Any], spec: Any, index: int, params: Any, device: DeviceInfo | None):
         super().__init__(arrays, spec, index)
         self.params, self.device = params, device
+        # Float32 as in the loop: three products of the tensor cores.
+        self.precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
         self.padded = -(-self.hidden // ALIGNED) * ALIGNED
         self.alive = self.lengths
         if self.alive is None:
@@ -218,6 +221,17 @@ class CudaRecurrent:
         return CudaRecurrent.effective(shapes, spec, params_class(direction)(), device, direction)
 
     @staticmethod
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
+        """Below Triton's where a CTA goes over the batch several times a step; that has larger tiles in half precision."""
+        if device.vendor != "nvidia":
+            return 0
+        try:
+            passes = _planned(shapes, spec, params_class(direction)(), device, direction).passes
+        except UnsupportedError:
+            return call.PRIORITY + 1
+        return call.BELOW_TRITON if passes > 1 and shapes["inputs"].dtype.itemsize == 2 else 0
+
+    @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
         """Tiles worth trying."""
         make = params_class(direction)
@@ -242,5 +256,5 @@ kernel_registry.register(
         gradients={"inputs", "hidden", "weights"},
         check=call.refusal,
     ),
-    priority=call.UNMEASURED,
+    priority=call.PRIORITY,
 )(CudaRecurrent)

@@ -2,8 +2,6 @@
 
 Sequences are summed in chunks, by as many programs as keep a chip busy; the sums of chunks are added in order, so every
 rerun gives the same bits. Packed sequences that hold no whole chunk have one program each, and nothing to add.
-
-Nothing here has been measured on a GPU yet: the kernel runs where it is pinned or where tuning found it to be faster.
 """
 
 from __future__ import annotations
@@ -20,21 +18,26 @@ from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
 from ejkernel.contracts.support import HeadDims
-from ejkernel.kernels._triton.call import call, cores, passes_twice
-from ejkernel.kernels._triton.registering import UNMEASURED, register
+from ejkernel.kernels._triton.call import call, cores, interpreting, passes_twice
+from ejkernel.kernels._triton.registering import register
 
 READ: dict[str, tuple[str, ...]] = {
     "forward": ("blocksize_m", "blocksize_n", "num_warps", "num_stages"),
-    "backward": ("blocksize_n", "num_warps"),
+    "backward": ("blocksize_m", "blocksize_n", "num_warps"),
 }
 # Features a tile, and bytes of it: every thread of four warps has eight wide loads under way.
 FEWEST_FEATURES, MOST_FEATURES, TILE_BYTES = 16, 1024, 2**14
 # Where rows are not aligned: addresses of numbers that are loaded one by one fill registers.
 UNALIGNED_TILE_BYTES = 2**12
-LOADS, UNALIGNED_LOADS = 8, 2
-# Rows a chunk, and programs a multiprocessor that the default chunks make.
-FEWEST_ROWS, MOST_ROWS, PROGRAMS_PER_CORE = 64, 4096, 8
-MOST_WARPS, MOST_STAGES = 8, 4
+LOADS, UNALIGNED_LOADS, LOADS_COMBINED = 8, 2, 4
+# Rows a chunk, and programs a multiprocessor that the default chunks make; rows of a sequence that one program writes.
+FEWEST_ROWS, MOST_ROWS, PROGRAMS_PER_CORE, WRITTEN_ROWS = 128, 4096, 4, 128
+# A packed sequence without a whole chunk has one program.
+MOST_PACKED_ROWS = 256
+# Narrow tiles: of padded sequences, so that a program has all rows of one and nothing is left to add; of what adds the sums of
+# chunks, so that few sequences do not mean few programs.
+NARROW = 128
+MOST_WARPS, MOST_STAGES, DEFAULT_STAGES = 8, 4, 3
 ALIGNED = 16
 
 
@@ -72,13 +75,14 @@ def _padded(arrays: dict[str, Array], params: FwdParams, device: DeviceInfo | No
     )
     if single:
         return mean
+    narrow = _combined(c, features, params.num_warps)
     (mean,) = call(
         kernels.combine_padded,
         [partial, counts],
         [length, features // c.unit, chunks],
         [out],
-        programs=batch * columns,
-        constants=replace(c, rows=_rows_a_load(c.bd, 4, params.num_warps)),
+        programs=batch * -(-features // narrow.bd),
+        constants=narrow,
         **launch,
     )
     return mean
@@ -111,13 +115,14 @@ def _packed(arrays: dict[str, Array], params: FwdParams, device: DeviceInfo | No
     )
     if not chunks:
         return means
+    narrow = _combined(c, features, params.num_warps)
     (means,) = call(
         kernels.combine_packed_into if passes_twice() else kernels.combine_packed,
         [partial, rest, offsets, means],
         [sequences, features // c.unit, chunks],
         [jax.ShapeDtypeStruct(shape, inputs.dtype)],
-        programs=batch * sequences * columns,
-        constants=replace(c, rows=_rows_a_load(c.bd, 4, params.num_warps)),
+        programs=batch * sequences * -(-features // narrow.bd),
+        constants=narrow,
         in_place={3: 0},
         **launch,
     )
@@ -143,18 +148,22 @@ def backward(
     c = _constants(arrays, params)
     if spec.packed:
         offsets = arrays["cu_seqlens"]
+        sequences, chunks = offsets.shape[1] - 1, length // params.blocksize_m
         kernel, operands = kernels.spread_packed, [dout, offsets]
-        scalars = [length, offsets.shape[1] - 1, features // c.unit]
+        scalars = [length, sequences, features // c.unit, chunks, batch]
+        # The tokens behind the last sequence are one more.
+        pieces = chunks + sequences + 1
     else:
         counts = dout if mask is None else mask.sum(1, dtype=jnp.int32)
         kernel, operands = kernels.spread_padded, [dout, _mask(arrays), counts]
         scalars = [length, features // c.unit]
+        pieces = -(-length // c.bs)
     (grad,) = call(
         kernel,
         operands,
         scalars,
         [jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)],
-        programs=batch * -(-length // c.bs) * -(-features // c.bd),
+        programs=batch * pieces * -(-features // c.bd),
         constants=c,
         num_warps=params.num_warps,
         num_stages=1,
@@ -164,9 +173,11 @@ def backward(
 
 
 def _mask(arrays: dict[str, Array]) -> Array:
-    """The mask in bytes; without one anything, for it is not read."""
+    """The mask, whose truth values are bytes; without one anything, for it is not read."""
     mask = arrays.get("mask")
-    return arrays["inputs"] if mask is None else mask.astype(jnp.uint8)
+    if mask is None:
+        return arrays["inputs"]
+    return mask.astype(jnp.uint8) if interpreting() else mask
 
 
 def _constants(arrays: dict[str, Array], params: FwdParams | BwdParams, *, single: bool = False) -> Any:
@@ -187,6 +198,12 @@ def _constants(arrays: dict[str, Array], params: FwdParams | BwdParams, *, singl
         single=single,
         steps=int(arrays["cu_seqlens"].shape[1]).bit_length() if "cu_seqlens" in arrays else 0,
     )
+
+
+def _combined(c: Any, features: int, warps: int) -> Any:
+    """The constants of what adds the sums of chunks, which are float32."""
+    bd = min(c.bd, NARROW)
+    return replace(c, bd=bd, rows=_rows_a_load(bd, 4, warps), loads=LOADS_COMBINED, even=features % bd == 0, stages=1)
 
 
 def _rows(features: int, bd: int, itemsize: int) -> int:
@@ -211,13 +228,17 @@ def effective(
     widest = max(FEWEST_FEATURES, min(MOST_FEATURES, power_of_two(features)))
     # Not much narrower than it may be: a narrow tile has many rows, whose offsets have 32 bits.
     narrowest = max(FEWEST_FEATURES, widest // 8)
-    bd = max(narrowest, min(widest, power_of_two_below(params.blocksize_n or widest)))
+    aligned = _aligned(features, shapes["inputs"].dtype.itemsize)
+    narrow = aligned and isinstance(params, FwdParams) and "cu_seqlens" not in shapes
+    bd = max(narrowest, min(widest, power_of_two_below(params.blocksize_n or (NARROW if narrow else widest))))
     used = {"blocksize_n": bd, "num_warps": min(MOST_WARPS, power_of_two_below(params.num_warps or 4))}
+    longest = power_of_two(max(1, shapes["inputs"].shape[1]))
     if isinstance(params, FwdParams):
         chunk = power_of_two_below(params.blocksize_m) if params.blocksize_m else _chunk(shapes, bd, device)
-        longest = power_of_two(max(1, shapes["inputs"].shape[1]))
         used["blocksize_m"] = min(chunk, longest)
-        used["num_stages"] = min(MOST_STAGES, params.num_stages or 1)
+        used["num_stages"] = min(MOST_STAGES, params.num_stages or (DEFAULT_STAGES if aligned else 1))
+    elif "cu_seqlens" in shapes:
+        used["blocksize_m"] = min(power_of_two_below(params.blocksize_m or WRITTEN_ROWS), longest)
     return type(params)(**used)
 
 
@@ -225,7 +246,8 @@ def _chunk(shapes: dict[str, Any], bd: int, device: DeviceInfo | None) -> int:
     """Rows that make about as many programs as a chip holds."""
     batch, length, features = shapes["inputs"].shape
     share = -(-batch * length * -(-features // bd) // (cores(device) * PROGRAMS_PER_CORE))
-    return max(FEWEST_ROWS, min(MOST_ROWS, power_of_two(share)))
+    most = MOST_PACKED_ROWS if "cu_seqlens" in shapes else MOST_ROWS
+    return max(FEWEST_ROWS, min(most, power_of_two(share)))
 
 
 class TritonMeanPooling:
@@ -239,19 +261,22 @@ class TritonMeanPooling:
 
     @staticmethod
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
-        """Tiles where nothing was tuned: all features of a few rows."""
+        """Tiles where nothing was tuned: few features of all rows of a padded sequence, else all features of a few rows."""
         return effective(shapes, params_class(direction)(), device)
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
         """Tiles worth trying."""
         if direction == "backward":
-            return [BwdParams(blocksize_n=n, num_warps=warps) for n in (256, 1024) for warps in (4, 8)]
+            rows = (64, 128, 256) if "cu_seqlens" in shapes else (None,)
+            return [
+                BwdParams(blocksize_m=m, blocksize_n=n, num_warps=w) for m in rows for n in (256, 1024) for w in (4, 8)
+            ]
         chunk = _chunk(shapes, effective(shapes, FwdParams(), device).blocksize_n, device)
         return [
             FwdParams(blocksize_m=rows, blocksize_n=n, num_warps=warps, num_stages=stages)
             for rows in (chunk, chunk * 4)
-            for n, warps, stages in ((128, 4, 1), (256, 4, 2), (512, 4, 1), (1024, 4, 1), (1024, 4, 3), (1024, 8, 1))
+            for n, warps, stages in ((128, 4, 3), (256, 4, 3), (512, 4, 3), (1024, 4, 1), (1024, 4, 3), (1024, 8, 1))
         ]
 
     @staticmethod
@@ -265,5 +290,4 @@ register(
     features={"mask", "varlen"},
     gradients={"inputs"},
     head_dims=HeadDims(),
-    priority=UNMEASURED,
 )(TritonMeanPooling)

@@ -48,6 +48,8 @@ def sum_of_rows(x, mask, gaps, row, start, stop, features, column, C: tl.constex
     acc = tl.full([C.rows, C.bd], 0.0, tl.float32)
     stages: tl.constexpr = C.stages
     loads: tl.constexpr = C.loads
+    if MASK:
+        masked = tl.where(gaps, stop, start)
     for first in tl.range(start, stop, C.rows * loads, num_stages=stages):
         # All loads of a step are under way before the first sum, those of the mask before those of rows.
         keeps = ()
@@ -55,7 +57,7 @@ def sum_of_rows(x, mask, gaps, row, start, stop, features, column, C: tl.constex
             position = first + i * C.rows + own
             keep = position < stop
             if MASK:
-                keep = keep & ((tl.load(mask + row + position, mask=keep & gaps, other=1) != 0) | ~gaps)
+                keep = keep & (tl.load(mask + row + position, mask=position < masked, other=1) != 0)
             keeps += (keep,)
         tiles = ()
         for i in tl.static_range(loads):
@@ -252,24 +254,57 @@ def spread_padded(dout, mask, counts, length, features, out, C: tl.constexpr):
 
 
 @triton.jit
-def spread_packed(dout, offsets, tokens, sequences, features, out, C: tl.constexpr):
-    """The same of packed sequences: each token finds its own."""
+def write_rows(share, out, base, start, stop, features, column, C: tl.constexpr):
+    """Store ``[bd]`` in each row from ``start`` to ``stop``, counted from ``base``."""
+    row = tl.arange(0, C.bs)
+    inside = feature_mask(column, features, C)[None, :]
+    offsets = row[:, None] * features + tl.arange(0, C.bd)[None, :]
+    tile = tl.full([C.bs, C.bd], 0.0, out.dtype.element_ty) + share.to(out.dtype.element_ty)[None, :]
+    for first in tl.range(start, stop, C.bs):
+        at = out + (base + first) * features + column
+        tl.store(at + offsets, tile, mask=(first + row < stop)[:, None] & inside)
+
+
+@triton.jit
+def share_of(dout, offsets, owner, entry, sequences, features, column, C: tl.constexpr):
+    """``[bd]``: what each token of a sequence gets, and 0 for tokens of none, whose ``owner`` is no sequence."""
+    owned = (owner >= 0) & (owner < sequences)
+    start = tl.load(offsets + owner, mask=owned, other=0)
+    stop = tl.load(offsets + owner + 1, mask=owned, other=0)
+    inside = feature_mask(column, tl.where(owned, features, 0), C)
+    at = dout + (entry * sequences + owner) * features + column + tl.arange(0, C.bd)
+    cotangent = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return cotangent / tl.maximum(stop - start, 1).to(tl.float32)
+
+
+@triton.jit
+def spread_packed(dout, offsets, tokens, sequences, features, chunks, batch, out, C: tl.constexpr):
+    """The same of packed sequences, divided as in ``packed_sums``; tokens behind the last sequence are one more, of zeros."""
     features = features * C.unit
-    columns, tiles = tl.cdiv(features, C.bd), tl.cdiv(tokens, C.bs)
+    columns = tl.cdiv(features, C.bd)
     program = tl.program_id(0)
     column = program % columns * C.bd
-    token = program // columns % tiles * C.bs + tl.arange(0, C.bs)
-    entry = (program // columns // tiles).to(tl.int64)
-    offsets += entry * (sequences + 1)
-    owner = owner_of(token, offsets, sequences, C)
-    # Tokens of no sequence get 0, and the mean's gradient is not read for them.
-    owned = (owner >= 0) & (owner < sequences)
-    owner = tl.minimum(tl.maximum(owner, 0), sequences - 1)
-    count = tl.load(offsets + owner + 1) - tl.load(offsets + owner)
-    inside = feature_mask(column, features, C)[None, :]
-    feature = column + tl.arange(0, C.bd)
-    rows = dout + (entry * sequences + owner)[:, None] * features + feature[None, :]
-    cotangent = tl.load(rows, mask=owned[:, None] & inside, other=0.0).to(tl.float32)
-    share = cotangent / tl.maximum(count, 1).to(tl.float32)[:, None]
-    at = out + (entry * tokens + token)[:, None] * features + feature[None, :]
-    tl.store(at, share.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & inside)
+    index = program // columns
+    if index < batch * chunks:
+        entry = (index // chunks).to(tl.int64)
+        first = index % chunks * C.chunk
+        offsets += entry * (sequences + 1)
+        owner = owner_of(first, offsets, sequences, C)
+        stop = tl.load(offsets + owner + 1, mask=(owner >= 0) & (owner < sequences), other=tokens)
+        if stop >= first + C.chunk:
+            share = share_of(dout, offsets, owner, entry, sequences, features, column, C)
+            write_rows(share, out, entry * tokens, first, first + C.chunk, features, column, C)
+    else:
+        index -= batch * chunks
+        entry = (index // (sequences + 1)).to(tl.int64)
+        owner = index % (sequences + 1)
+        offsets += entry * (sequences + 1)
+        start = tl.load(offsets + owner)
+        stop = tl.load(offsets + owner + 1, mask=owner < sequences, other=tokens)
+        first, last = whole_chunks(start, stop, C)
+        # Without a whole chunk both ranges are one.
+        middle = tl.where(last > first, first * C.chunk, stop)
+        after = tl.where(last > first, last * C.chunk, stop)
+        share = share_of(dout, offsets, owner, entry, sequences, features, column, C)
+        write_rows(share, out, entry * tokens, start, middle, features, column, C)
+        write_rows(share, out, entry * tokens, after, stop, features, column, C)

@@ -13,8 +13,8 @@ from ejkernel.kernels._triton.call import interpreting
 
 LARGEST_HEAD_DIM = 256
 OLDEST = 80
-# Of kernels whose speed nobody has measured yet: below XLA's 0, so that only a pin or a measurement makes them run.
-UNMEASURED = -1
+# Above XLA's 0.
+PRIORITY = 10
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def register(
     features: Iterable[str],
     gradients: Iterable[str] = (),
     head_dims: HeadDims | None = None,
-    priority: int = 10,
+    priority: int = PRIORITY,
 ) -> Callable[[T], T]:
     """Decorate an implementation; without ``head_dims`` it takes those of attention, up to ``LARGEST_HEAD_DIM``.
 

@@ -83,7 +83,10 @@ class Direction:
         start: the states to start from, each ``[B, H]`` in the accumulators' dtype.
         lengths: int32 ``[B]``, or None.
         from_end: whether the pass runs from the end.
+        precision: of the products of many steps. Float32 itself, unless a kernel says what its device has for it.
     """
+
+    precision: lax.PrecisionLike = lax.Precision.HIGHEST
 
     def __init__(self, arrays: dict[str, Any], spec: Any, index: int):
         inputs = arrays["inputs"]
@@ -132,7 +135,7 @@ class Direction:
         from_state = self._bias("bias_hh")
         if self.spec.cell == "gru":
             from_state = from_state.at[2 * self.hidden :].set(0)
-        return dot(self.inputs, self.weights["weight_ih"], -1, self.acc) + (bias + from_state)
+        return self._dot(self.inputs, self.weights["weight_ih"], -1) + (bias + from_state)
 
     def state_bias(self) -> Array:
         """A GRU's bias of what the state gives to n, ``[H]``."""
@@ -143,10 +146,10 @@ class Direction:
         if self.spec.cell != "gru":
             rows = jnp.concatenate([self.inputs, h_before], axis=-1)
             matrix = jnp.concatenate([self.weights["weight_ih"], self.weights["weight_hh"]], axis=-1)
-            return dot(rows, matrix, -1, self.acc) + (self._bias("bias_ih") + self._bias("bias_hh"))
+            return self._dot(rows, matrix, -1) + (self._bias("bias_ih") + self._bias("bias_hh"))
         two = 2 * self.hidden
-        zx = dot(self.inputs, self.weights["weight_ih"], -1, self.acc) + self._bias("bias_ih")
-        zh = dot(h_before, self.weights["weight_hh"], -1, self.acc) + self._bias("bias_hh")
+        zx = self._dot(self.inputs, self.weights["weight_ih"], -1) + self._bias("bias_ih")
+        zh = self._dot(h_before, self.weights["weight_hh"], -1) + self._bias("bias_hh")
         return jnp.concatenate([zx[..., :two] + zh[..., :two], zh[..., two:], zx[..., two:]], axis=-1)
 
     def through_planes(self, dplanes: Array, h_before: Array, wanted: frozenset[str]) -> tuple:
@@ -163,14 +166,21 @@ class Direction:
         from_state = dplanes[..., :three] if gru else dplanes
         dinputs = None
         if "inputs" in wanted:
-            dinputs = dot(from_inputs.astype(self.dtype), self.weights["weight_ih"], 0, self.acc)
+            dinputs = self._dot(from_inputs.astype(self.dtype), self.weights["weight_ih"], 0)
         grads = {}
         for name, dz, factor in (("ih", from_inputs, self.inputs), ("hh", from_state, h_before)):
             if "weights" in wanted:
-                grads[f"weight_{name}{self.suffix}"] = _over_rows(dz.astype(self.dtype), factor, self.acc)
+                grads[f"weight_{name}{self.suffix}"] = self._over_rows(dz.astype(self.dtype), factor)
                 if f"bias_{name}" in self.weights:
                     grads[f"bias_{name}{self.suffix}"] = dz.sum((0, 1), dtype=self.acc)
         return dinputs, grads
+
+    def _dot(self, a: Array, b: Array, contract_b: int) -> Array:
+        return dot(a, b, contract_b, self.acc, self.precision)
+
+    def _over_rows(self, a: Array, b: Array) -> Array:
+        """``[features of a, features of b]``, summed over batch and time of both."""
+        return _product(a, b, (((0, 1), (0, 1)), ((), ())), self.acc, self.precision)
 
     def _bias(self, name: str) -> Array:
         """A bias in the accumulators' dtype, zeros where there is none."""
@@ -179,20 +189,15 @@ class Direction:
         return self.zeros((GATES[self.spec.cell] * self.hidden,))
 
 
-def dot(a: Array, b: Array, contract_b: int, dtype: Any) -> Array:
-    """The product over the last axis of ``a``."""
+def dot(a: Array, b: Array, contract_b: int, dtype: Any, precision: lax.PrecisionLike = lax.Precision.HIGHEST) -> Array:
+    """The product over the last axis of ``a``; half precision needs no ``precision``."""
     dims = (((a.ndim - 1,), (contract_b % b.ndim,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=_precision(a), preferred_element_type=dtype)
+    return _product(a, b, dims, dtype, precision)
 
 
-def _over_rows(a: Array, b: Array, dtype: Any) -> Array:
-    """``[features of a, features of b]``, summed over batch and time of both."""
-    dims = (((0, 1), (0, 1)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=_precision(a), preferred_element_type=dtype)
-
-
-def _precision(array: Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if array.dtype.itemsize >= 4 else None
+def _product(a: Array, b: Array, dims: Any, dtype: Any, precision: lax.PrecisionLike) -> Array:
+    wide = a.dtype.itemsize >= 4
+    return lax.dot_general(a, b, dims, precision=precision if wide else None, preferred_element_type=dtype)
 
 
 def _join(parts: Any) -> Array:

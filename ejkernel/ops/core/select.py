@@ -140,7 +140,7 @@ def decide(
     records = chain.records(call, device, admissible, direction)
 
     # A shipped table knows the package's own kernels: it does not keep a kernel of higher priority from its turn.
-    priorities = {entry: entry.priority_for(call.shapes, call.spec, direction) for entry in entries}
+    priorities = {entry: entry.priority_for(call.shapes, call.spec, device, direction) for entry in entries}
     unmeasured = max((priorities[entry] for entry in admissible if entry not in records), default=None)
 
     def rank(entry: Implementation) -> tuple:

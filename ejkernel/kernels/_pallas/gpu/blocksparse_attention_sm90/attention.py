@@ -27,7 +27,7 @@ class PallasBlockSparseAttention:
     reads: ClassVar = {"forward": READS, "backward": READS}
 
     @staticmethod
-    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
         """Below Triton's for gradients of head dims that have to be padded."""
         dims = head_dims(shapes)
         return BELOW_TRITON if direction == "backward" and backward_dims(*dims) != dims else 0

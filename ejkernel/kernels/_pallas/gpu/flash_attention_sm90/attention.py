@@ -26,7 +26,7 @@ class PallasFlashAttention:
     reads: ClassVar = {"forward": READS, "backward": READS}
 
     @staticmethod
-    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
         """Below Triton's for decoding: tiles of 128 queries read keys once for each query head, and nothing cuts them."""
         return BELOW_TRITON if direction == "forward" and is_decoding(shapes, spec) else 0
 

@@ -18,9 +18,7 @@ from ejkernel.kernels._pallas.gpu.grouped_matmul_sm90.parameters import (
     space,
     tiles_of,
 )
-
-# Below XLA's 0 until it is measured on a GPU: only a pin or a measurement makes it run.
-PRIORITY = -1
+from ejkernel.kernels._pallas.gpu.registering import PRIORITY
 
 
 class PallasGroupedMatmul:

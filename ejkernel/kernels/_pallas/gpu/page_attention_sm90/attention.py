@@ -25,7 +25,7 @@ class PallasPageAttention:
     reads: ClassVar = {"forward": READS, "backward": ()}
 
     @staticmethod
-    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
         """Below Triton's where sequences have few queries, or blocks do not fill the chip: nothing cuts a long context."""
         (_, tokens, heads, _), kv_heads = shapes["query"].shape, shapes["key_cache"].shape[2]
         sequences = max(1, shapes["context_lens"].shape[1])

@@ -25,7 +25,7 @@ class PallasFlashAttention:
     reads: ClassVar = {"forward": parameters.READS, "backward": backward_parameters.READS}
 
     @staticmethod
-    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
         """Below XLA's for decoding, where keys would be read for each query head, and where scalar memory has no room for the steps."""
         decoding = direction == "forward" and is_decoding(shapes, spec)
         return PRIORITY + 1 if decoding or _most_steps(shapes) > MOST_LISTED else 0

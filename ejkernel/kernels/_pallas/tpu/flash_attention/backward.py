@@ -33,6 +33,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention.plan import (
     Pattern,
 )
 from ejkernel.kernels._pallas.tpu.flash_attention.terms import (
+    TURNED,
     Place,
     Terms,
     base_logits,
@@ -181,6 +182,8 @@ def call(
             out_shape.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
             out_specs.append(span_of(x.shape[3]))
             scratch.append(pltpu.VMEM((span_keys, x.shape[3]), jnp.float32))
+    if c.terms.of_pairs:
+        scratch.append(pltpu.VMEM(tuple(min(LARGEST_TILE, size) for size in (c.kv_block, c.q_block)), jnp.float32))
     prefetched = [jnp.reshape(jnp.asarray(x, jnp.int32), -1) for x in (span, *lists[:3])]
     arrays = [*prefetched, *tensors, *optional, *sums]
     if sums:
@@ -222,6 +225,7 @@ def _kernel(c: Config, *refs: Any) -> None:
     key_refs = take(2) if c.keys else []
     dq_sum = take(1)[0] if c.queries else None
     key_sums = take(2) if c.keys else []
+    turned = take(1)[0] if c.terms.of_pairs else None
 
     g = pl.program_id(2)
     b, head, i, j, flags = c.step(pl.program_id(0), pl.program_id(1), g, pl.program_id(3), prefetched)
@@ -259,7 +263,11 @@ def _kernel(c: Config, *refs: Any) -> None:
                     of_keys, of_queries = slice(k, min(k + keys, c.kv_block)), slice(q, min(q + rows, c.q_block))
                     if isinstance(mask, Pattern) and mask.sees(of_queries, of_keys) is False:
                         continue
-                    _tile(c, tensors, optional, key_columns, place, here, of_queries, of_keys, mask, dq_sum, key_sums)
+                    read = optional
+                    if turned is not None:
+                        sides = (slice(0, x.stop - x.start) for x in (of_keys, of_queries))
+                        read = {**optional, TURNED: turned.at[*sides]}
+                    _tile(c, tensors, read, key_columns, place, here, of_queries, of_keys, mask, dq_sum, key_sums)
 
     scale = c.terms.scale / kept
     if c.queries:

@@ -21,7 +21,7 @@ from ejkernel.kernels._pallas.tpu.call import launch
 from ejkernel.kernels._pallas.tpu.flash_attention.backward import gradient_of_logits
 from ejkernel.kernels._pallas.tpu.flash_attention.backward_steps import make_lists
 from ejkernel.kernels._pallas.tpu.flash_attention.plan import FIRST, HIDDEN, KIND_SHIFT, LAST, MASKED, WHOLE
-from ejkernel.kernels._pallas.tpu.flash_attention.terms import Place, Terms, block_specs, of_names
+from ejkernel.kernels._pallas.tpu.flash_attention.terms import TURNED, Place, Terms, block_specs, of_names
 from ejkernel.kernels._pallas.tpu.generations import LANES, Generation
 
 
@@ -138,7 +138,10 @@ def call(
                 *block_specs(c.terms, c.q_block, c.kv_block, at),
             ],
             out_specs=[pl.BlockSpec((1, 1, *sides), of_result)],
-            scratch_shapes=[pltpu.VMEM(c.sums, jnp.float32)],
+            scratch_shapes=[
+                pltpu.VMEM(c.sums, jnp.float32),
+                *([pltpu.VMEM((c.kv_block, c.q_block), jnp.float32)] if c.terms.of_pairs else []),
+            ],
         ),
         semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         generation=generation,
@@ -171,7 +174,9 @@ def steps_of(kinds: Any, own: tuple[bool, ...]) -> Any:
 
 def _kernel(c: BiasConfig, major, minor, flags, *refs: Any) -> None:
     tensors, optional = refs[:5], of_names(c.terms, refs[5 : 5 + len(c.terms.names)])
-    result, total = refs[5 + len(c.terms.names) :]
+    result, total, *turned = refs[5 + len(c.terms.names) :]
+    if turned:
+        optional[TURNED] = turned[0]
     r = pl.program_id(3)
     b, h, i, j, flags = c.step(*(pl.program_id(n) for n in range(4)), (major, minor, flags))
     place = Place(batch=b, head=h, query=i * c.q_block, key=j * c.kv_block)

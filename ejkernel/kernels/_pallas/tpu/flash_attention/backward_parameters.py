@@ -72,7 +72,7 @@ def step_bytes(shapes: dict[str, Any], rows: int, keys: int) -> int:
         for name in ("bias", "attention_mask")
         if name in shapes and min(shapes[name].shape[2:]) > 1
     )
-    logits = (5 if pairs or size == WIDE else 3) * WIDE * rows * keys
+    logits = (6 if pairs else 5 if size == WIDE else 3) * WIDE * rows * keys
     return blocks + pairs + WIDE * rows * dim + logits
 
 

@@ -33,6 +33,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention.plan import (
     Steps,
 )
 from ejkernel.kernels._pallas.tpu.flash_attention.terms import (
+    TURNED,
     Place,
     Terms,
     base_logits,
@@ -219,8 +220,9 @@ def _step(
         """A part's logits, into vector memory, and their maximum."""
         queries, keys = parts[n]
         s = _product(key[0, 0, keys], query[0, 0, queries], (1, 1))
-        s = _logits(c, optional, place, queries, keys, s, mask)
-        logits[n % AHEAD] = s
+        ahead = logits.at[n % AHEAD]
+        s = _logits(c, {**optional, TURNED: ahead}, place, queries, keys, s, mask)
+        ahead[...] = s
         return s.max(0, keepdims=True)
 
     def exponentiate(n: int, highest: Array) -> Callable[[], None]:

@@ -25,6 +25,10 @@ from ejkernel.kernels.common.unseen import with_ranked_ids
 
 # Of a word of a mask of blocks.
 BITS = 32
+# Among the references by name: vector memory, float32 ``[keys, queries]``, through which what is transposed goes. libtpu takes
+# transposed registers for operands of products where it can, and for v5e and v5p failed to compile (RET_CHECK in
+# mxu_lmr_transform.cc) when those of a bias or a mask were beside those of values of 256 dims.
+TURNED = "turned"
 
 
 class Place(NamedTuple):
@@ -69,6 +73,11 @@ class Terms:
     bits: tuple[bool, ...] | None = None
     bit_words: int = 0
     bit_keys: int = 0
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the bias or the mask has a value for every pair of a query and a key."""
+        return any(axes is not None and axes[2] and axes[3] for axes in (self.bias, self.mask))
 
     @property
     def by_data(self) -> bool:
@@ -223,7 +232,7 @@ def finished_logits(
     """The same from ``base_logits``."""
     s = base
     if "bias" in c.names:
-        s = s + _of_pairs(refs["bias"], c.bias, queries, keys) * LOG2E
+        s = s + _of_pairs(refs["bias"], c.bias, queries, keys, refs.get(TURNED)) * LOG2E
     seen = seen_pairs(c, refs, place, queries, keys, mask)
     return s if seen is None else jnp.where(seen, s, -jnp.inf)
 
@@ -250,7 +259,7 @@ def seen_pairs(
     if "q_ids" in c.names:
         found.append(column(refs["kv_ids"][0, :, keys], width) == refs["q_ids"][0, :, queries])
     if "mask" in c.names:
-        found.append(_of_pairs(refs["mask"], c.mask, queries, keys) != 0)
+        found.append(_of_pairs(refs["mask"], c.mask, queries, keys, refs.get(TURNED)) != 0)
     if "bits" in c.names:
         bits = refs["bits"][0, 0, 0, :, queries]
         words = [bits[n : n + 1] & _bit_of_key(c, place, keys, width, n) for n in range(c.bit_words)]
@@ -328,15 +337,18 @@ def _every(found: list[Array]) -> Array | None:
     return None if not found else found[0] if len(found) == 1 else found[0] & _every(found[1:])
 
 
-def _of_pairs(ref: Any, axes: tuple[bool, ...], queries: slice, keys: slice) -> Array:
-    """A bias's or a mask's part, float32 or int32, that broadcasts to ``[keys, queries]``."""
+def _of_pairs(ref: Any, axes: tuple[bool, ...], queries: slice, keys: slice, turned: Any) -> Array:
+    """A bias's or a mask's part, float32 or int32, that broadcasts to ``[keys, queries]``; ``turned``: see ``TURNED``."""
     _, _, by_query, by_key = axes
 
     def wide(x: Array) -> Array:
         return x.astype(jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
 
     if by_query and by_key:
-        return wide(ref[0, 0, queries, keys]).T
+        x = ref[0, 0, queries, keys]
+        # A float that is transposed before it is widened takes half the registers, and none are packed for it and unpacked again.
+        turned[...] = x.T.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32).T
+        return turned[...]
     if by_key:
         return column(wide(ref[0, 0, :, keys]), queries.stop - queries.start)
     return wide(ref[0, 0, :, queries] if by_query else ref[0, 0])

@@ -137,7 +137,7 @@ class TpuGroupedMatmul:
         return self.space(shapes, spec, device, direction)[0]
 
     @staticmethod
-    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
         """The batched form is left to XLA: its own product keeps the matrix units as busy, and takes what follows into it."""
         return 0 if "bounds" in shapes else PRIORITY + 1
 

@@ -24,7 +24,7 @@ class TpuPageAttention:
     reads: ClassVar = {"forward": READ, "backward": ()}
 
     @staticmethod
-    def handicap(shapes: dict[str, Any], spec: Any, direction: str) -> int:
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
         """Below XLA's where a head dim does not fill lanes: XLA keeps such caches in another order, and would copy them whole."""
         dims = (shapes[name].shape[4] for name in ("key_cache", "value_cache"))
         return PRIORITY + 1 if any(dim % LANES for dim in dims) else 0
