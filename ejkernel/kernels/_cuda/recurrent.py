@@ -17,6 +17,7 @@ from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams, params_class
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.contracts.support import FLOATS, Backend, Platform, Support, cuda
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._cuda import call
 from ejkernel.kernels._cuda.recurrent_plan import (
     BLOCK_BATCH,
@@ -218,6 +219,15 @@ class CudaRecurrent:
     def defaults(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> FwdParams | BwdParams:
         """Tiles where nothing was tuned: those of the plan."""
         return CudaRecurrent.effective(shapes, spec, params_class(direction)(), device, direction)
+
+    @staticmethod
+    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
+        """Below all others where the states or the weights' tiles are too many for the chip: there is no plan."""
+        try:
+            _planned(shapes, spec, params_class(direction)(), device, direction)
+        except UnsupportedError:
+            return call.PRIORITY + 1
+        return 0
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:
