@@ -122,7 +122,7 @@ def check(name, case, rng):
     return {**row, "error_output": float(errors[0]), "error_inputs": float(errors[1]), "repeats": repeats}
 
 
-def timed(name, case, deadline, out):
+def timed(name, case, deadline, options):
     """A row for each implementation and tile of a case."""
     x = jax.random.normal(jax.random.key(0), case["inputs"], case["dtype"])
     valid, rows, sequences = counted(case)
@@ -131,7 +131,7 @@ def timed(name, case, deadline, out):
         if time.time() > deadline:
             return
         runs, moved = {}, (valid if direction == "forward" else rows) * row + sequences * row
-        tiles = FORWARD if direction == "forward" else BACKWARD
+        tiles = (FORWARD if direction == "forward" else BACKWARD)[: 1 if options.few else None]
         for label, platform, params in [("xla", "xla", None), *((of(t), "triton", t) for t in tiles)]:
             run = call(case, platform)
             if direction == "forward":
@@ -144,8 +144,8 @@ def timed(name, case, deadline, out):
                     runs[label] = functools.partial(jax.jit(function).lower(argument).compile(), argument)
                 except Exception as error:
                     yield {"case": name, "implementation": label, "direction": direction, "failed": str(error)[:200]}
-        with turn(out):
-            found = time_bursts(runs, rounds=3, seconds=0.1, pause=0.003)
+        with turn(options.out):
+            found = time_bursts(runs, rounds=5, seconds=0.2, pause=0.003)
         for label, times in found.items():
             own = {"case": name, "implementation": label, "direction": direction}
             if times.error is not None:
@@ -189,6 +189,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--errors-only", action="store_true")
+    parser.add_argument("--few", action="store_true", help="the default tiles alone")
     options = parser.parse_args()
     deadline = time.time() + options.seconds
     rng = np.random.default_rng(0)
@@ -213,7 +214,7 @@ def main():
         kept("times", row)
     for name, case in cases(rng):
         try:
-            for row in timed(name, case, deadline, options.out):
+            for row in timed(name, case, deadline, options):
                 kept("times", row)
         except Exception as error:
             kept("times", {"case": name, "implementation": "triton", "failed": str(error)[:300]})

@@ -35,7 +35,7 @@ from models_tables import DIRECTIONS, OURS, best_peer, speed, wrong
 FA4, TOKAMAX, CUDNN = "FlashAttention-4", "tokamax", "jax.nn cudnn"
 VARIANTS = {TOKAMAX: ("tokamax mosaic_gpu", "tokamax triton")}
 GROUP = 6  # calls that are compiled side by side, before they are timed
-SECONDS = 0.5  # of all bursts of a program
+SECONDS = 0.3  # of all bursts of a program
 # XLA would search for the best product in float64, which is run once.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 

@@ -48,7 +48,9 @@ print(json.dumps({"name": info.name, "temporary": compiled.memory_analysis().tem
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize(("topology", "name"), [("v5e:2x2", "tpu-v5e"), ("v6e:2x2", "tpu-v6e")])
+@pytest.mark.parametrize(
+    ("topology", "name"), [("v5e:2x2", "tpu-v5e"), pytest.param("v6e:2x2", "tpu-v6e", marks=pytest.mark.slow)]
+)
 def test_xla_flash_attention_compiles_for_tpus(topology, name):
     environment = {**os.environ, **TPU_ENVIRONMENT, "XLA_FLAGS": ""}
     result = subprocess.run(

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from conftest import tries
+from hypothesis import given
 from hypothesis import strategies as st
 from lanes import some
 from test_mosaic import JAX, compiled, needs_plugin, tile_of
@@ -200,7 +201,7 @@ def planned(lens, starts, sizes, left):
 
 
 @given(batches(), st.sampled_from([((16, 64, 64), None), ((32, 96, 48), 50), ((64, 128, 16), 3), ((16, 64, 16), 0)]))
-@settings(max_examples=60)
+@tries(60, short=20)
 def test_every_token_is_stored_once_and_sees_all_that_it_may(batch, how):
     (size, step, unit), left = how
     table, place, s = jax.tree.map(np.asarray, planned(*batch, *how))
@@ -245,7 +246,7 @@ def test_every_token_is_stored_once_and_sees_all_that_it_may(batch, how):
 
 
 @given(batches(), st.sampled_from([16, 64]))
-@settings(max_examples=40)
+@tries(40, short=20)
 def test_there_are_never_more_blocks_than_planned(batch, size):
     s = batch_sequences(*batch)
     begin, count = np.asarray(s.begin), np.asarray(s.count)

@@ -28,7 +28,7 @@ def needs_no_effects(subject):
 @pytest.mark.parametrize(
     ("subject", "case", "policy"),
     [
-        parameter(subject, case, policy, slow=subject.interpreted and policy != "nothing")
+        parameter(subject, case, policy, slow=subject.interpreted)
         for policy in POLICIES
         for subject, case in taken(named("everything"))
     ],
@@ -48,7 +48,7 @@ def test_gradients_are_the_same(subject, case, policy):
         assert_same(actual[name], expected[name], subject.dtype, what=name)
 
 
-@each_subject("causal")
+@each_subject("causal", interpreted="short")
 def test_layers_under_scan(subject):
     """Remat inside a scan over layers, as models have it."""
     needs_no_effects(subject)

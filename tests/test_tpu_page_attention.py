@@ -28,7 +28,7 @@ from ejkernel.kernels._pallas.tpu.page_attention.geometry import candidates, def
 pytestmark = pytest.mark.tpu
 
 OPERATION = kernel_registry.operation("page_attention")
-LENS, CHUNKS = [300, 0, 33, 70], [20, 0, 1, 70]
+LENS, CHUNKS = [300, 0, 33, 40], [20, 0, 1, 40]
 # Arguments of ``examples_page_attention.make`` beside those below, then those of the call.
 WIDE = {"dim": 32, "max_blocks": 20, "size": 16, "kv_heads": 2}
 CALLS = {

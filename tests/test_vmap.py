@@ -12,14 +12,15 @@ from ejkernel import flash_attention
 
 pytestmark = pytest.mark.typed
 
+# A few blocks of keys: each call is made several times, and other files have longer ones.
+LENGTHS = {"q_len": 26, "kv_len": 26}
 CASES = [
-    Case("plain"),
-    Case("masked", frozenset({"causal", "bias", "mask", "sinks"}), variant=4, group=2, shrinks=True),
-    Case("shared_bias", frozenset({"bias", "window"}), variant=2),
-    Case("packed", frozenset({"varlen", "causal", "segments"})),
-    Case("dropout", frozenset({"dropout", "sinks", "causal"}), variant=1),
+    Case("plain", **LENGTHS),
+    Case("masked", frozenset({"causal", "bias", "mask", "sinks"}), variant=4, group=2, shrinks=True, **LENGTHS),
+    Case("shared_bias", frozenset({"bias", "window"}), variant=2, **LENGTHS),
+    Case("packed", frozenset({"varlen", "causal", "segments"}), **LENGTHS),
+    Case("dropout", frozenset({"dropout", "sinks", "causal"}), variant=1, **LENGTHS),
 ]
-COUNT = 3
 # For each part of the arguments that may be batched, the cases that `make test` runs; interpreters run the first.
 BATCHED = {
     "all": ("shared_bias", "masked", "plain"),
@@ -29,8 +30,13 @@ BATCHED = {
 }
 
 
-def stacked(case, dtype):
-    made = [case.make(dtype, seed) for seed in range(COUNT)]
+def count(subject):
+    """How many calls are batched: two where an interpreter takes seconds for each."""
+    return 2 if subject.interpreted else 3
+
+
+def stacked(subject, case):
+    made = [case.make(subject.dtype, seed) for seed in range(count(subject))]
     return {name: jnp.stack([arrays[name] for arrays, _ in made]) for name in made[0][0]}, made[0][1]
 
 
@@ -47,7 +53,7 @@ def pick(arrays, axes, index):
     ],
 )
 def test_vmap_equals_a_loop(subject, case, batched):
-    arrays, statics = stacked(case, subject.dtype)
+    arrays, statics = stacked(subject, case)
     chosen = {"all": set(arrays), "query": {"query"}, "not_query": set(arrays) - {"query"}, "last": {list(arrays)[-1]}}[
         batched
     ]
@@ -67,7 +73,7 @@ def test_vmap_equals_a_loop(subject, case, batched):
         return jax.grad(of_floats, has_aux=True)({name: arrays[name] for name in floats})
 
     grads, out = jax.vmap(gradients, (axes,))(arrays)
-    for i in range(COUNT):
+    for i in range(count(subject)):
         expected, expected_out = gradients(pick(arrays, axes, i))
         assert_close(out[i], expected_out, subject.dtype)
         for name in floats:
@@ -78,7 +84,7 @@ def test_vmap_equals_a_loop(subject, case, batched):
 def test_gradient_of_vmap_with_shared_arrays(subject):
     """The cotangents of an array that is not vmapped are summed."""
     case = Case("bias", frozenset({"bias"}), variant=2, shrinks=True).at(subject)
-    arrays, _ = stacked(case, subject.dtype)
+    arrays, _ = stacked(subject, case)
     shared = {name: x[0] for name, x in arrays.items() if name != "query"}
 
     def loss(shared, run):
@@ -95,14 +101,14 @@ def test_gradient_of_vmap_with_shared_arrays(subject):
 
 @each_subject()
 def test_two_vmaps_and_another_axis(subject):
-    arrays, _ = stacked(Case("plain").at(subject), subject.dtype)
+    arrays, _ = stacked(subject, Case("plain").at(subject))
     q = jnp.stack([arrays["query"], arrays["query"] + 1], axis=-1)
 
     def one(q, k, v):
         return flash_attention(q, k, v, causal=True, platform=subject.platform)
 
     twice = jax.vmap(jax.vmap(one), (-1, None, None), -1)(q, arrays["key"], arrays["value"])
-    for i in range(COUNT):
+    for i in range(count(subject)):
         for j in range(2):
             expected = one(q[i, ..., j], arrays["key"][i], arrays["value"][i])
             assert_same(twice[i, ..., j], expected, subject.dtype)
@@ -119,7 +125,7 @@ def test_vmap_over_nothing(subject):
 @pytest.mark.parametrize("batched", ["all", pytest.param("first", marks=pytest.mark.slow), "not_first"])
 @each_example(main=True, short="last")
 def test_every_operation(subject, example, batched):
-    seeds = [example.arrays(subject.dtype, seed) for seed in range(COUNT)]
+    seeds = [example.arrays(subject.dtype, seed) for seed in range(count(subject))]
     names = list(seeds[0])
     chosen = {"all": names, "first": names[:1], "not_first": names[1:]}[batched]
     axes = {name: jax.tree.map(lambda _: 0 if name in chosen else None, seeds[0][name]) for name in names}  # noqa: B023

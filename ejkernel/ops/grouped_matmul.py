@@ -25,6 +25,10 @@ _check = Checker("grouped_matmul")
 
 # What tensor copies take whole rows of.
 ROW_BYTES = 16
+# So many at most that the rows before each one are summed by themselves, and sizes summed at a time: a GPU's compiler does not
+# make a program of its own of so few.
+FEW_GROUPS = 512
+TERMS = 8
 # Features that a call's dtypes, its lengths or the lack of another feature tell in a key of tuned parameters.
 TOLD_BY_OTHERS = {"preferred_element_type", "float64_result", "batched", "uneven_rows"}
 
@@ -222,13 +226,10 @@ class GroupedMatmul(Operation):
         a, b, sizes, offset = (arguments[name] for name in self.arrays)
         if sizes is None:
             return {"a": a, "b": b}
-        bounds = _bounds(sizes, a.shape[0])
+        groups = jnp.arange(b.shape[0] + 1, dtype=jnp.int32)
         if offset is not None:
-            # Groups that nobody named, by a traced offset out of range, are empty.
-            first = _clipped(jnp.asarray(offset), -b.shape[0], sizes.shape[0])
-            bounds = bounds.at[first + jnp.arange(b.shape[0] + 1, dtype=jnp.int32)].get(
-                mode="clip", wrap_negative_indices=False
-            )
+            groups += _clipped(jnp.asarray(offset), -b.shape[0], sizes.shape[0])
+        bounds = _starts(groups, sizes, a.shape[0])
         return {"a": a[None], "b": b[None], "bounds": bounds[None]}
 
     def axes(self, arrays: dict[str, Any], spec: GroupedSpec) -> tuple[dict[str, Any], tuple]:
@@ -317,12 +318,24 @@ def _index(offset: Any) -> int | None:
     return int(value) if value is not None and value.ndim == 0 and np.issubdtype(value.dtype, np.integer) else None
 
 
-def _bounds(sizes: Array, rows: int) -> Array:
-    """``[groups + 1]``, int32: where each group starts, and where the last one ends; from 0 to ``rows``."""
-    sizes = _clipped(sizes, 0, rows)
-    # A sum that stops at the number of rows, for the sum of many traced sizes may not fit its integer.
+def _starts(groups: Array, sizes: Array, rows: int) -> Array:
+    """Where these groups start, int32, from 0 to ``rows``. Of what nobody named, the first row or the end of the last group.
+
+    Every kernel waits for this. The sums of all sizes before each group, a few sizes at a time, are one program of a GPU up to 64
+    groups and two up to 512; a scan is three and more.
+    """
+    sizes, named = _clipped(sizes, 0, rows), sizes.shape[0]
+    # All sums stop at the number of rows, for that of many traced sizes may not fit its integer.
+    if named <= FEW_GROUPS and rows * TERMS < 2**31:
+        sums = jnp.where(jnp.arange(named, dtype=jnp.int32)[:, None] < groups, sizes[:, None], 0)
+        while len(sums) != 1:
+            count = max(1, -(-len(sums) // TERMS))
+            sums = jnp.pad(sums, ((0, count * TERMS - len(sums)), (0, 0)))
+            sums = jnp.minimum(sums.reshape(count, TERMS, -1).sum(axis=1, dtype=jnp.int32), rows)
+        return sums[0]
     ends = lax.associative_scan(lambda x, y: y + jnp.minimum(x, rows - y), sizes)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    return starts.at[groups].get(mode="clip", wrap_negative_indices=False)
 
 
 def _clipped(x: Array, low: int, high: int) -> Array:

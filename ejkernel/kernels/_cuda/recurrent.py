@@ -222,12 +222,14 @@ class CudaRecurrent:
 
     @staticmethod
     def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
-        """Below all others where the states or the weights' tiles are too many for the chip: there is no plan."""
+        """Below Triton's where a CTA goes over the batch several times a step; that has larger tiles in half precision."""
+        if device.vendor != "nvidia":
+            return 0
         try:
-            _planned(shapes, spec, params_class(direction)(), device, direction)
+            passes = _planned(shapes, spec, params_class(direction)(), device, direction).passes
         except UnsupportedError:
             return call.PRIORITY + 1
-        return 0
+        return call.BELOW_TRITON if passes > 1 and shapes["inputs"].dtype.itemsize == 2 else 0
 
     @staticmethod
     def space(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> list[FwdParams | BwdParams]:

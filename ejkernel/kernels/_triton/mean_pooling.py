@@ -66,7 +66,7 @@ def _padded(arrays: dict[str, Array], params: FwdParams, device: DeviceInfo | No
     counts = jax.ShapeDtypeStruct((batch, chunks), jnp.int32)
     mean, partial, counts = call(
         kernels.padded_sums,
-        [inputs, _mask(arrays)],
+        [inputs, _mask(arrays, inputs)],
         [length, features // c.unit, chunks],
         [out, nothing, nothing] if single else [nothing, partial, counts],
         programs=batch * chunks * columns,
@@ -155,7 +155,7 @@ def backward(
         pieces = chunks + sequences + 1
     else:
         counts = dout if mask is None else mask.sum(1, dtype=jnp.int32)
-        kernel, operands = kernels.spread_padded, [dout, _mask(arrays), counts]
+        kernel, operands = kernels.spread_padded, [dout, _mask(arrays, dout), counts]
         scalars = [length, features // c.unit]
         pieces = -(-length // c.bs)
     (grad,) = call(
@@ -172,11 +172,11 @@ def backward(
     return {"inputs": grad}
 
 
-def _mask(arrays: dict[str, Array]) -> Array:
-    """The mask, whose truth values are bytes; without one anything, for it is not read."""
+def _mask(arrays: dict[str, Array], other: Array) -> Array:
+    """The mask, whose truth values are bytes; without one another operand, which is not read for it."""
     mask = arrays.get("mask")
     if mask is None:
-        return arrays["inputs"]
+        return other
     return mask.astype(jnp.uint8) if interpreting() else mask
 
 

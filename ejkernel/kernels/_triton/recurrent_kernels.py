@@ -342,9 +342,10 @@ def before_step(gates, douts, before, cells, first_c, row, unit, inside, t, step
         h = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
     if C.cell == "lstm":
         earlier: tl.constexpr = 1 if C.from_end else -1
-        # A tile, not a number: masks that join both are refused by the interpreter of Triton 3.9.
-        first = tl.full([1, 1], 0, tl.int32) + t == position(0, steps, C.from_end)
-        c = tl.where(first, first_c, tl.load(cells + at + earlier * size, mask=inside & ~first, other=0.0))
+        first = t == position(0, steps, C.from_end)
+        # Of the first step it is its own cell that is read, and not used.
+        kept = tl.load(cells + at + tl.where(first, 0, earlier * size), mask=inside, other=0.0)
+        c = tl.where(first, first_c, kept)
     return x, dout, h, c
 
 

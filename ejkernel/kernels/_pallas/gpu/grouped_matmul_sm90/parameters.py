@@ -52,10 +52,14 @@ def effective(params: FwdParams | BwdParams) -> FwdParams | BwdParams:
 
 
 def defaults(shapes: dict[str, Any], direction: str) -> FwdParams | BwdParams:
-    """The tile where nothing was tuned."""
-    each = shapes["a"].shape[-2] / max(1, shapes["b"].shape[1])
-    rows = LARGEST_ROWS if each >= MANY_ROWS else ROWS
-    return _params(params_class(direction), fitting(rows, 256, MOST_STAGES))
+    """The tile where nothing was tuned.
+
+    Of few rows a program has little to multiply while a matrix is copied: narrow tiles are more programs. The gradient of ``b``,
+    whose tiles are as wide, has as much to multiply as ever.
+    """
+    few = shapes["a"].shape[-2] / max(1, shapes["b"].shape[1]) < MANY_ROWS
+    columns = 128 if few and direction == "forward" else 256
+    return _params(params_class(direction), fitting(ROWS if few else LARGEST_ROWS, columns, MOST_STAGES))
 
 
 def space(direction: str) -> list[FwdParams] | list[BwdParams]:
