@@ -450,7 +450,7 @@ def test_a_loop_compiles_and_spills_nothing(between_runs):
 
 
 # Bytes of a thread, where weights fill the registers: how many the compiler needs itself differs from version to version.
-MOST_SPILLED = 256
+MOST_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 400}
 
 
 @slow
@@ -461,7 +461,7 @@ MOST_SPILLED = 256
 def test_loops_compile_for_the_chips(between_runs, chip, cell, dtype):
     for direction in ("forward", "backward"):
         assert compiled(chip, cell, direction, dtype, 3, 100)[1] == 0
-        assert compiled(chip, cell, direction, dtype, 64, 1024)[1] <= MOST_SPILLED
+        assert compiled(chip, cell, direction, dtype, 64, 1024)[1] <= MOST_SPILLED[dtype]
 
 
 @slow
@@ -469,7 +469,7 @@ def test_loops_compile_for_the_chips(between_runs, chip, cell, dtype):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("chip", ["nvidia-a100", H200, "nvidia-b200"])
 def test_loops_that_stream_weights_compile(between_runs, chip, direction):
-    assert compiled(chip, "lstm", direction, "bfloat16", 256, 2048)[1] <= MOST_SPILLED
+    assert compiled(chip, "lstm", direction, "bfloat16", 256, 2048)[1] <= MOST_SPILLED["bfloat16"]
     assert compiled(chip, "rnn", direction, "bfloat16", 3, 100, "relu")[1] == 0
 
 
@@ -520,9 +520,16 @@ def next_best():
 
 def test_with_compilers_cuda_is_chosen(compilers):
     compilers()
-    for chip in NVIDIA:
+    for chip in ("nvidia-h100", H200, "nvidia-b200"):
         explanation = explain(recurrent, **LSTM, device=chip, gradients=True)
         assert explanation.chosen.platform is explanation.backward.chosen.platform is Platform.CUDA, chip
+
+
+def test_where_a_step_goes_over_the_batch_several_times_another_is_chosen(compilers):
+    compilers()
+    wide = {**LSTM, "inputs": jax.ShapeDtypeStruct((512, 32, 1024), jnp.bfloat16)}
+    assert explain(recurrent, **wide, device=H200).chosen.platform is next_best()
+    assert explain(recurrent, **wide, device=H200, platform="cuda").chosen.platform is Platform.CUDA
 
 
 @pytest.mark.parametrize(
