@@ -397,6 +397,66 @@ def test_the_launcher_is_a_library_with_the_handler(fresh):
     assert build.launcher() == path
 
 
+# Its machine code is its options; a source with the word `wrong` is one.
+NVRTC = r"""
+#include <stdlib.h>
+#include <string.h>
+static char said[4096];
+int nvrtcVersion(int* major, int* minor) { *major = 13; *minor = 2; return 0; }
+int nvrtcGetNumSupportedArchs(int* count) { *count = 2; return 0; }
+int nvrtcGetSupportedArchs(int* found) { found[0] = 80; found[1] = 90; return 0; }
+const char* nvrtcGetErrorString(int status) { return status == 7 ? "internal error" : "no error"; }
+int nvrtcCreateProgram(void** program, const char* source, const char* name, int, const char**, const char**) {
+  if (strstr(source, "crash")) return 7;
+  *program = strdup(source);
+  return 0;
+}
+int nvrtcCompileProgram(void* program, int count, const char** options) {
+  said[0] = 0;
+  for (int i = 0; i < count; ++i) strcat(strcat(said, options[i]), " ");
+  if (!strstr((char*)program, "wrong")) return 0;
+  strcpy(said, "own.cu(1): error: it is wrong");
+  return 6;
+}
+int nvrtcGetProgramLogSize(void*, size_t* size) { *size = strlen(said) + 1; return 0; }
+int nvrtcGetProgramLog(void*, char* text) { strcpy(text, said); return 0; }
+int nvrtcGetCUBINSize(void*, size_t* size) { *size = strlen(said); return 0; }
+int nvrtcGetCUBIN(void*, char* code) { memcpy(code, said, strlen(said)); return 0; }
+int nvrtcDestroyProgram(void** program) { free(*program); *program = 0; return 0; }
+"""
+
+
+@slow
+@pytest.mark.compiled
+def test_without_nvcc_it_is_nvrtc_of_the_packages(tmp_path, monkeypatch, fresh, own_store):
+    host = needs("host")
+    libraries, sources = tmp_path / "site" / "nvidia" / "cu13" / "lib", tmp_path / "sources"
+    libraries.mkdir(parents=True)
+    sources.mkdir()
+    source = tmp_path / "nvrtc.cc"
+    source.write_text('extern "C" {\n' + NVRTC + "}\n")
+    (libraries / "libnvrtc.so.13").write_bytes(host.library(source, str(tmp_path)))
+    (libraries / "libnvrtc.so.12").write_bytes(b"not a library")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, **more: None if name == "nvcc" else which(name, **more))
+    monkeypatch.setattr(toolchain, "SOURCES", sources)
+    compiler = toolchain.device_compiler()
+    assert compiler.identity == f"NVRTC 13.2 {libraries / 'libnvrtc.so.13'}"
+    assert compiler.architectures() == {80, 90}
+    for name, text in (("right", ""), ("wrong", "wrong"), ("crash", "crash")):
+        (sources / f"{name}.cu").write_text(text)
+    code = build.cubin("right.cu", "sm_90a", (("SIZE", 3),))
+    assert code.decode().split() == ["-arch=sm_90a", "-std=c++17", f"-I{sources}", "-DSIZE=3"]
+    with pytest.raises(
+        BuildError, match=r"NVRTC 13\.2 .* cannot compile wrong\.cu:\nown\.cu\(1\): error: it is wrong$"
+    ):
+        build.cubin("wrong.cu", "sm_90a", ())
+    with pytest.raises(BuildError, match="nvrtcCreateProgram: internal error"):
+        build.cubin("crash.cu", "sm_90a", ())
+
+
 @functools.cache
 def cuobjdump():
     beside = toolchain.device_compiler()
