@@ -450,7 +450,7 @@ def test_a_loop_compiles_and_spills_nothing(between_runs):
 
 
 # Bytes of a thread, where weights fill the registers: how many the compiler needs itself differs from version to version.
-MOST_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 400}
+MOST_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 640}
 
 
 @slow

@@ -171,11 +171,12 @@ def test_launches_have_no_more_programs_than_run_at_once():
 
 # --- compiled --------------------------------------------------------------------------------------------------------------
 
-# Bytes of a thread, where weights fill the registers: of one kernel ptxas spills more in one run than in the next.
-MOST_SPILLED = 96
+# Bytes of a thread. Of some small kernels ptxas stops at 48 registers and spills two. Where weights fill the registers, it
+# spills more of one kernel in one run than in the next.
+OF_ITS_OWN, MOST_SPILLED = 16, 96
 
 
-def too_much(chip, launches, most=0):
+def too_much(chip, launches, most=OF_ITS_OWN):
     """What spills more, or asks for more shared memory than a block may have."""
     kept_compilations()
     found = []

@@ -98,7 +98,7 @@ def drawn_calls(draw):
 
 
 @given(drawn_calls())
-@tries(40, short=2)
+@tries(16, short=2)
 def test_drawn_calls(drawn):
     check(**drawn)
 
