@@ -2,7 +2,7 @@
 
 `features.md` is written whole; a page in `operations/` gets its table after a line `<!-- features: NAME -->`, and the README
 its table of devices between `<!-- devices -->` and `<!-- /devices -->`. `models.md` gets what was measured, between
-`<!-- models -->` and `<!-- /models -->`, from the file of `benchmarks/models_gpu.py`, if that is there; `tpu.md` in the same
+`<!-- models -->` and `<!-- /models -->`, from the files of `benchmarks/models_gpu.py`; `tpu.md` in the same
 way what `benchmarks/tpu_cycles.py` predicted. `benchmarks.md` is written whole, from all files of results;
 `ejkernel/__init__.pyi` comes from the signatures, see `stub.py`.
 
@@ -29,7 +29,11 @@ from ejkernel.contracts.device import describe
 
 README = HERE.parent / "README.md"
 STUB = HERE.parent / "ejkernel" / "__init__.pyi"
-MODELS = HERE.parent / "benchmarks" / "results" / "models_h200.json"
+# By marker of models.md: fewer calls beside more peers, and more calls beside cuDNN.
+MODELS = {
+    name: HERE.parent / "benchmarks" / "results" / f"{name.replace('-', '_')}_h200.json"
+    for name in ("models", "models-cudnn")
+}
 
 NAMES = {
     Platform.XLA: "XLA",
@@ -142,12 +146,11 @@ def between(name: str, part: str, text: str) -> str:
 
 
 def models(text: str) -> str:
-    """The page of models' calls with what was measured, nothing if it was not."""
-    if not MODELS.exists():
-        return between("models", "", text)
-    plot = MODELS.with_suffix(".png")
-    image = f"\n![speed over the best peer's](../{plot.relative_to(HERE.parent)})\n" if plot.exists() else ""
-    return between("models", f"{models_tables.markdown(json.loads(MODELS.read_text()))}\n{image}", text)
+    """The page of models' calls with what was measured."""
+    for name, path in MODELS.items():
+        image = f"\n![speed over the best peer's](../{path.with_suffix('.png').relative_to(HERE.parent)})\n"
+        text = between(name, f"{models_tables.markdown(json.loads(path.read_text()))}\n{image}", text)
+    return text
 
 
 def tpu(text: str) -> str:

@@ -156,8 +156,7 @@ def test_every_shipped_row_resolves(path):
         features, size = set(row["call"]["features"].split()), row["call"]
         key = json.dumps(size, sort_keys=True)
         if key not in calls:
-            makers = {"flash_attention": flash_call, "page_attention": page_call, "grouped_matmul": grouped_call}
-            calls[key] = makers[path.stem](size, features)
+            calls[key] = MAKERS[path.stem](size, features)
         call = calls[key]
         assert dict(call.bucket).keys() == size.keys()
         assert {name: value for name, value in call.bucket if name not in ("window",)} == {
@@ -166,6 +165,25 @@ def test_every_shipped_row_resolves(path):
         # Predicted rows leave the sizes to the kernel, which has them from the same counts.
         assert not row["params"] or entry.effective(call.shapes, call.spec, params, device, row["direction"]) == params
         assert row["seconds"] > 0
+
+
+def recurrent_call(size, features):
+    """A call of recurrent that falls into a bucket."""
+    gates = {"lstm": 4, "gru": 3}[next(iter(features))] * size["hidden_size"]
+    weights = {"weight_ih": (gates, size["input_size"]), "weight_hh": (gates, size["hidden_size"])}
+    inputs = jax.ShapeDtypeStruct((size["batch"], size["seq_len"], size["input_size"]), size["dtype"])
+    weights = {name: jax.ShapeDtypeStruct(shape, size["dtype"]) for name, shape in weights.items()}
+    return explain("recurrent", inputs, None, weights, *features).call
+
+
+def pooling_call(size, features):
+    """A call of mean_pooling that falls into a bucket."""
+    count, shape = size["sequences"], (size["seq_len"], size["features_len"])
+    if features == {"varlen"}:
+        offsets = jax.ShapeDtypeStruct((count + 1,), jnp.int32)
+        return explain(mean_pooling, jax.ShapeDtypeStruct(shape, size["dtype"]), cu_seqlens=offsets).call
+    inputs, mask = jax.ShapeDtypeStruct((count, *shape), size["dtype"]), jax.ShapeDtypeStruct((count, shape[0]), bool)
+    return explain(mean_pooling, inputs, mask).call
 
 
 def grouped_call(size, features):
@@ -218,6 +236,15 @@ def flash_call(size, features):
     if "sinks" in features:
         given["softmax_aux"] = jax.ShapeDtypeStruct((q.shape[2], 2), jnp.float32)
     return bound(q, k, v, **given)[0]
+
+
+MAKERS = {
+    "flash_attention": flash_call,
+    "page_attention": page_call,
+    "grouped_matmul": grouped_call,
+    "recurrent": recurrent_call,
+    "mean_pooling": pooling_call,
+}
 
 
 def window_of(words):

@@ -186,6 +186,36 @@ def test_traced_sizes_out_of_range_are_clipped(name):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("groups", [1, 8, 9, 70, 512, 513])
+def test_bounds_of_few_and_many_groups(groups):
+    """In steps of a few sizes and by a scan: exact sums, which stop at the number of rows."""
+    rng, rows = np.random.default_rng(groups), 1000
+    few, too_many = rng.multinomial(rows - 7, np.ones(groups) / groups), rng.integers(-9, 40, groups)
+    spec = operation.GroupedSpec(False, jnp.dtype("float32"), jnp.dtype("float32"))
+
+    @jax.jit
+    def bounds(sizes, offset):
+        held = jnp.zeros((max(1, groups // 2), 1, 1))
+        given = {"a": jnp.zeros((rows, 1)), "b": held, "group_sizes": sizes, "group_offset": offset}
+        return operation.OPERATION.prepare(given, spec)["bounds"][0]
+
+    for sizes in (few, too_many, np.full(groups, 2**31 - 1)):
+        starts = np.minimum(np.cumsum([0, *np.maximum(sizes, 0)]), rows)
+        for offset in (0, groups // 3, -2, groups + 5):
+            named = np.clip(np.arange(max(1, groups // 2) + 1) + offset, 0, groups)
+            np.testing.assert_array_equal(bounds(jnp.asarray(sizes, jnp.int32), offset), starts[named])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sizes_that_are_spread_over_devices(kind):
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(kind,), devices=jax.devices()[:4])
+    sizes = jnp.asarray([3, 0, 2, 4])
+    a, b = random((10, 4)), random((4, 4, 6))
+    with jax.set_mesh(mesh):
+        out = jax.jit(grouped_matmul)(a, b, jax.device_put(sizes, jax.NamedSharding(mesh, P("expert"))))
+    np.testing.assert_allclose(out, grouped_matmul(a, b, sizes), rtol=1e-6)
+
+
 @jax.jit
 def of_offset(a, b, sizes, offset):
     return grouped_matmul(a, b, sizes, group_offset=offset)

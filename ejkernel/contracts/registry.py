@@ -314,7 +314,10 @@ class KernelRegistry:
         algorithm = self._runs_on(algorithm)
         if algorithm in BUILTIN:
             self._load(algorithm)
-        return sorted(self._entries.get(algorithm, []), key=lambda entry: -entry.priority)
+        # Kernels of one priority in the order of registration, but TPUs' last, whichever module was imported first.
+        return sorted(
+            self._entries.get(algorithm, []), key=lambda entry: (-entry.priority, entry.backend is Backend.TPU)
+        )
 
     def _runs_on(self, algorithm: str) -> str:
         """The algorithm whose kernels an operation runs on: its own, for most."""

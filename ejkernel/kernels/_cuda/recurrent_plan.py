@@ -108,7 +108,8 @@ def plan(problem: Problem, capacity: Capacity, *, units: int | None = None, entr
     ]
     if not possible:
         raise UnsupportedError(
-            f"a hidden size of {problem.hidden} is too large for {capacity.multiprocessors} multiprocessors: pass platform='xla'"
+            f"{capacity.multiprocessors} multiprocessors do not hold a hidden size of {problem.hidden} with a batch of {problem.batch} "
+            "at once: pass platform='xla', or a part of the batch at a time"
         )
     asked = [
         found

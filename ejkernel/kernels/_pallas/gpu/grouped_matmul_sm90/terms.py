@@ -118,7 +118,7 @@ def store_rows(c: Config, acc, out, staging, row, stop, column):
     x = acc.astype(out.dtype)
     width = out.shape[1]
     if c.interpreted:
-        _store_interpreted(x, out, staging, row, stop, column)
+        _store_interpreted(c, x, out, staging, row, stop, column)
         return
     scalar = plgpu.Layout.WG_SPLAT(())
     half = out.dtype.itemsize == 2
@@ -190,10 +190,11 @@ def _gathered(words, quad):
     return words
 
 
-def _store_interpreted(x, out, staging, row, stop, column):
-    """A tile that lies inside at once, else by rows of eight columns."""
-    width = x.shape[1]
-    whole = (row + ROWS <= stop) & (column + width <= out.shape[1])
+def _store_interpreted(c: Config, x, out, staging, row, stop, column):
+    """A tile that lies inside at once, else row by row; how much of the last tile of columns is inside is static."""
+    width, edge = x.shape[1], out.shape[1] % c.columns
+    last = column + width > out.shape[1]
+    whole = (row + ROWS <= stop) & ~last
 
     @pl.when(whole)
     def _():
@@ -203,11 +204,12 @@ def _store_interpreted(x, out, staging, row, stop, column):
     def _():
         staging[:, :width] = x
 
-        def one(i, _):
-            r, at = lax.div(i, width // 8), 8 * lax.rem(i, width // 8)
+        def rows(inside: int):
+            def one(r, _):
+                out[row + r, pl.ds(column, inside)] = staging[r, pl.ds(0, inside)]
 
-            @pl.when((row + r < stop) & (column + at < out.shape[1]))
-            def _():
-                out[row + r, pl.ds(column + at, 8)] = staging[r, pl.ds(at, 8)]
+            lax.fori_loop(0, jnp.clip(stop - row, 0, ROWS), one, None)
 
-        lax.fori_loop(0, ROWS * (width // 8), one, None)
+        pl.when(~last)(lambda: rows(width))
+        if edge % width:
+            pl.when(last)(lambda: rows(min(edge, width)))
