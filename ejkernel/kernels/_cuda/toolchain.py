@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ejkernel.errors import EjkernelError
 
@@ -31,6 +31,7 @@ class BuildError(EjkernelError, RuntimeError):
     """A source could not be compiled; the message holds what the compiler said."""
 
 
+@runtime_checkable
 class DeviceCompiler(Protocol):
     """Makes cubins."""
 

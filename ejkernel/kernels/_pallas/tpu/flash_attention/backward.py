@@ -128,7 +128,7 @@ def call(
     generation: Generation,
     costs: dict[str, int],
     interpret: Any,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """The wanted gradients, heads before positions.
 
     ``span``: the index of the keys' span; ``tensors``: query, key, value, the output's cotangent, all

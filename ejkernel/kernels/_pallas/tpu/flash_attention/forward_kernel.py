@@ -114,7 +114,7 @@ def call(
     generation: Generation,
     costs: dict[str, int],
     interpret: Any,
-) -> list[Array]:
+) -> tuple[Array, Array]:
     """``[B, H, Dv, Sq]`` and the lse ``[B, H, 1, Sq]``, from ``[B, H, S, D]``, the sinks ``[B|1, H]`` and what masks read."""
     query, _, value = tensors
     batch, heads, q_len, dim = query.shape

@@ -141,7 +141,7 @@ class Call:
         tensors, optional = self.tensors(minors * self.keys), self.optional()
         told = costs(self.arrays, self.spec, self.dout, 3 * query.shape[3] + 2 * value.shape[3], count)
 
-        def run(lists: Lists, span: Any, sums: list[Array]) -> list[Array]:
+        def run(lists: Lists, span: Any, sums: list[Array]) -> tuple[Array, ...]:
             return kernel.call(
                 c,
                 lists,
