@@ -209,12 +209,16 @@ def taken(cases, dtypes="main"):
     return [(subject, case) for subject, case in pairs if case is not None]
 
 
-def each_case(cases, *, dtypes="main", short=()):
-    """Parameters ``subject, case`` of a test. ``short``: the names of the cases that interpreters run in ``make test``."""
+def each_case(cases, *, dtypes="main", short=(), again=lambda subject, case: False):
+    """Parameters ``subject, case`` of a test.
+
+    ``short``: the names of the cases that interpreters run in ``make test``; ``again``: which they run in
+    ``make test-full`` alone.
+    """
     return pytest.mark.parametrize(
         ("subject", "case"),
         [
-            parameter(subject, case, slow=subject.interpreted and case.name not in short)
+            parameter(subject, case, slow=subject.interpreted and case.name not in short, again=again(subject, case))
             for subject, case in taken(cases, dtypes)
         ],
     )

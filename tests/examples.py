@@ -110,11 +110,14 @@ def all_examples():
     return [example for module in modules for example in module.EXAMPLES]
 
 
-def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", differentiates=False):
+def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", differentiates=False, again=False):
     """Parameters ``subject, example`` of a test: each example on each implementation that this machine can run.
 
     With ``main`` two examples an operation: its first, and its last, which has the most features. ``short`` says which
     ``make test`` runs: ``"all"``, ``"main"`` or the ``"last"``; ``interpreted`` as in ``subjects.each_subject``.
+
+    With ``again``, interpreters run the examples between an operation's first and last in ``make test-full`` alone, where
+    ``differentiates`` does not leave them out: the test of gradients looks at their values.
 
     An implementation without a gradient gets examples that do not ask for it; a test that only ``differentiates`` leaves
     out those that have none to ask for.
@@ -127,15 +130,23 @@ def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", 
         kept = {"all": examples, "main": (examples[0], examples[-1]), "last": examples[-1:]}[short]
         return example not in kept or (subject.interpreted and (interpreted == "slow" or example.slow_interpreted))
 
+    def has_gradients(subject, example):
+        return bool(example.at(subject).differentiable or not example.differentiable)
+
     return pytest.mark.parametrize(
         ("subject", "example"),
         [
-            parameter(subject, example.at(subject), slow=slow(subject, example, examples))
+            parameter(
+                subject,
+                example.at(subject),
+                slow=slow(subject, example, examples),
+                again=again and example not in (examples[0], examples[-1]) and has_gradients(subject, example),
+            )
             for operation, examples in by_operation.items()
             for example in ((examples[0], examples[-1]) if main else examples)
             for subject in subjects(operation, dtypes=dtypes)
             if subject.has(*example.features) and not (subject.interpreted and interpreted == "never")
-            if example.at(subject).differentiable or not (differentiates and example.differentiable)
+            if has_gradients(subject, example) or not differentiates
         ],
     )
 

@@ -162,19 +162,21 @@ def subjects(algorithm: str = "flash_attention", *, dtypes: str = "main") -> lis
     return found
 
 
-def each_subject(*needs: str, interpreted: str = "slow") -> pytest.MarkDecorator:
+def each_subject(*needs: str, interpreted: str = "slow", again: bool = False) -> pytest.MarkDecorator:
     """Parameter ``subject`` of a test of flash_attention: the implementations that have these features.
 
     Interpreters are slow, so most such tests run with them in ``make test-full`` alone; ``interpreted="short"`` keeps one
-    in ``make test``, ``"never"`` is for what no interpreter can run.
+    in ``make test``, ``"never"`` is for what no interpreter can run. ``again`` as in ``parameter``.
     """
     chosen = [s for s in subjects() if s.has(*needs) and not (s.interpreted and interpreted == "never")]
     return pytest.mark.parametrize(
-        "subject", [parameter(s, slow=s.interpreted and interpreted == "slow") for s in chosen]
+        "subject", [parameter(s, slow=s.interpreted and interpreted == "slow", again=again) for s in chosen]
     )
 
 
-def parameter(subject: Subject, *values: Any, slow: bool = False) -> Any:
-    """``subject, *values`` as one parameter of a test."""
+def parameter(subject: Subject, *values: Any, slow: bool = False, again: bool = False) -> Any:
+    """``subject, *values`` as one parameter of a test; ``again``: CI has no interpreter run it."""
     marks = [*subject.marks, *([pytest.mark.slow] if slow else [])]
+    if again and subject.interpreted:
+        marks.append(pytest.mark.again)
     return pytest.param(subject, *values, id="-".join(map(str, (*values, subject))), marks=marks)

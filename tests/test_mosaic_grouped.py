@@ -14,7 +14,7 @@ import pytest
 from conftest import tries
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import some
+from lanes import crossed, some
 from test_mosaic import JAX, compiled, needs_plugin
 from tolerances import assert_close
 
@@ -126,9 +126,15 @@ WORTH_TIMING = [parameters.tiles_of(params) for params in parameters.space("forw
 
 
 @pytest.mark.interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("tiles", [*WORTH_TIMING, Tiles(128, 64, 2), Tiles(128, 256, 3)], ids=str)
-@pytest.mark.parametrize("name", ["odd", "transposed"])
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    crossed(
+        ["odd", "transposed"],
+        [*WORTH_TIMING, Tiles(128, 64, 2), Tiles(128, 256, 3)],
+        # How b lies in memory is a matter of columns alone.
+        again=lambda name, tiles: name == "transposed" and (tiles.rows != 128 or tiles not in WORTH_TIMING),
+    ),
+)
 def test_interpreted_with_other_tiles(name, tiles, capfd):
     """Of 256 columns one tile has 136 inside, more than half; of 128 the second one has 8, and half of it is computed."""
     interpreted(CALLS[name], capfd, tiles)
@@ -144,8 +150,15 @@ def test_interpreted_with_default_tiles(each, capfd):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", some(["odd", "empty groups", "offset and transposed", "nothing"], "odd"))
-@pytest.mark.parametrize("ctas", some([1, 2, 3], 2))
+@pytest.mark.parametrize(
+    ("ctas", "name"),
+    crossed(
+        [1, 2, 3],
+        ["odd", "empty groups", "offset and transposed", "nothing"],
+        short=lambda ctas, name: (ctas, name) == (2, "odd"),
+        again=lambda ctas, name: ctas != 2 and name != "odd",
+    ),
+)
 def test_a_persistent_cta_computes_several_tiles(name, ctas, capfd, monkeypatch):
     """There is one for each multiprocessor; of two, each has many tiles, and the ring goes round while groups change."""
     monkeypatch.setattr(launch, "CTAS", ctas)
