@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import pytest
+from cuda_compilers import compilers, fresh  # noqa: F401 (fixtures)
 from hypothesis import HealthCheck, settings
 
 from ejkernel import Platform, kernel_registry
