@@ -79,6 +79,12 @@ def test_a_loop_compiles_and_spills_nothing(between_runs):
     assert registers > 200  # most hold weights
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("chip", ["nvidia-a100", "nvidia-b200"])
+def test_a_loop_compiles_for_other_architectures(between_runs, chip):
+    assert compiled(chip, "lstm", "forward", "bfloat16", 3, 100)[1] == 0
+
+
 # Bytes of a thread, where weights fill the registers: how many the compiler needs itself differs from version to version.
 MOST_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 640}
 
