@@ -15,6 +15,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+import psutil
 import pytest
 from cuda_compilers import compilers, fresh  # noqa: F401 (fixtures)
 from hypothesis import HealthCheck, settings
@@ -130,15 +131,19 @@ def own_store(tmp_path, monkeypatch):
 
 
 _since_cleared = itertools.count(1)
+MORE_BYTES = 2 * 2**30
+_most = {"bytes": MORE_BYTES}
 
 
 @pytest.fixture(autouse=True)
 def few_executables():
-    """A process that holds thousands of compiled programs runs out of memory mappings, and crashes."""
+    """A process that holds thousands of compiled programs runs out of memory mappings, and crashes; interpreters' take gigabytes."""
     yield
-    if next(_since_cleared) % 300 == 0:
+    memory = psutil.Process().memory_info
+    if next(_since_cleared) % 300 == 0 or memory().rss > _most["bytes"]:
         jax.clear_caches()
         gc.collect()
+        _most["bytes"] = memory().rss + MORE_BYTES
 
 
 @pytest.fixture
