@@ -27,13 +27,13 @@ from ejkernel.ops.config import chain, store
 
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")
-# Whether slow tests are left out, as `make test` does.
-SHORT = False
+# Whether slow tests are left out, as `make test` does, and whether those are that repeat others, as CI's slow lane does.
+SHORT = CI = False
 
 
 def pytest_configure(config):
-    global SHORT
-    SHORT = "not slow" in config.getoption("markexpr")
+    global SHORT, CI
+    SHORT, CI = ("not " + marker in config.getoption("markexpr") for marker in ("slow", "again"))
     if SHORT and jax.config.jax_platforms == "cpu":
         # XLA takes a fifth of the time to compile; `make test-full` compiles as users do. Unknown extra options are ignored.
         os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -42,8 +42,8 @@ def pytest_configure(config):
 
 
 def tries(full, *, short):
-    """Settings of hypothesis: how many examples ``make test-full`` tries, and how many ``make test``."""
-    return settings(max_examples=short if SHORT else full)
+    """Settings of hypothesis: how many examples ``make test-full`` tries, and how many ``make test``; CI's slow lane a third."""
+    return settings(max_examples=short if SHORT else max(short, full // 3) if CI else full)
 
 
 def runnable(algorithm):

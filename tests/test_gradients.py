@@ -64,7 +64,12 @@ def test_gradients(subject, case):
     check(subject, case)
 
 
-@each_case(named("plain", "everything"), dtypes="others", short={"plain"})
+@each_case(
+    named("plain", "everything"),
+    dtypes="others",
+    short={"plain"},
+    again=lambda subject, case: subject.in_pallas_interpreter and case.name == "everything",
+)
 def test_dtypes(subject, case):
     with jax.enable_x64(subject.dtype == "float64"):
         check(subject, case)
