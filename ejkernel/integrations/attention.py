@@ -43,7 +43,7 @@ class AttentionOptions:
     softmax_scale: float | None = None
     platform: Platform | str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         window = tuple(self.sliding_window) if isinstance(self.sliding_window, list) else self.sliding_window
         scale = self.softmax_scale
         checked = {

@@ -18,10 +18,10 @@ from ejkernel.ops.core.checks import is_array, words
 
 try:
     import equinox as eqx
-except ImportError as error:
+except ImportError as _error:
     raise MissingPackageError(
         f"ejkernel.integrations.equinox needs equinox: {how_to_install('equinox')}", name="equinox"
-    ) from error
+    ) from _error
 
 __all__ = ["MultiheadAttention"]
 

@@ -21,10 +21,10 @@ from ejkernel.utils.values import concrete
 
 try:
     from flax import nnx
-except ImportError as error:
+except ImportError as _error:
     raise MissingPackageError(
         f"ejkernel.integrations.flax needs flax: {how_to_install('flax')}", name="flax"
-    ) from error
+    ) from _error
 
 __all__ = ["AttentionFn", "attention_fn", "recurrent_stack", "weights_from", "weights_to"]
 
@@ -156,7 +156,7 @@ class AttentionFn(AttentionOptions):
         return tuple(jnp.asarray(x, dtype) for x in (query, key, value))
 
 
-attention_fn = AttentionFn()
+attention_fn: AttentionFn = AttentionFn()
 
 _LAYOUT = "[*batch, length, heads, head_dim]"
 

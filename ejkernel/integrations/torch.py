@@ -17,10 +17,10 @@ from ejkernel.ops.recurrent import BIASES, MATRICES
 
 try:
     import torch
-except ImportError as error:
+except ImportError as _error:
     raise MissingPackageError(
         f"ejkernel.integrations.torch needs torch: {how_to_install('torch')}", name="torch"
-    ) from error
+    ) from _error
 
 __all__ = ["recurrent_stack", "weights_from", "weights_to"]
 
