@@ -1,6 +1,7 @@
 """All results as tables in Markdown: `docs/generate.py` writes docs/benchmarks.md with it. No number is typed by hand."""
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 
@@ -212,7 +213,7 @@ def stem(one):
 def title(one):
     """The first sentence of the script that wrote a file."""
     if not one.script:
-        return "; ".join(textwrap.shorten(words, 110) for words in one.logs.values())
+        return "; ".join(re.split("[;.] ", words)[0] for words in one.logs.values())
     said = ast.get_docstring(ast.parse((ROOT / one.script).read_text()))
     return said.splitlines()[0]
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
+from ejkernel.lab.files import put
 from ejkernel.utils.bursts import time_bursts
 
 # Before a burst on a CPU: torch's threads spin for a while after their work, and would slow the next runner.
@@ -106,7 +107,7 @@ def keep(path, rows, *packages):
         words = "  ".join(value for value in row.values() if isinstance(value, str))
         figures = {name: float(f"{value:.3g}") for name, value in row.items() if isinstance(value, float | int)}
         print(f"{time.time() - begin:5.0f} s  {words}  {figures}", flush=True)
-        path.write_text(json.dumps({**environment(*packages), "rows": kept}, indent=1) + "\n")
+        put(path.parent, {path.name: (json.dumps({**environment(*packages), "rows": kept}, indent=1) + "\n").encode()})
 
 
 def main(doc, measure):
@@ -131,7 +132,7 @@ def main(doc, measure):
         **measure(options.rounds),
     }
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        put(options.out.parent, {options.out.name: (json.dumps(result, indent=1) + "\n").encode()})
 
 
 def _processor():

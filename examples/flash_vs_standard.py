@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from ejkernel import flash_attention, lab
 from ejkernel.errors import EjkernelError
 from ejkernel.lab.extras import need
+from ejkernel.lab.files import can_write, picture, put
 from ejkernel.lab.report import machine
 from ejkernel.utils import get_memory_usage
 
@@ -75,7 +76,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("lab-figures"), help="folder for the figure and the numbers")
     out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
+    can_write(out / "flash_vs_standard.json", "--out")
     need("matplotlib", "drawing").use("agg")
     frame = need("pandas", "drawing").DataFrame
     began, rows = time.perf_counter(), []
@@ -91,10 +92,10 @@ def main():
     about |= {"device": where, "dtype": DTYPE, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "batch": 1}
     path = out / "flash_vs_standard"
     numbers = [{name: None if x != x else x for name, x in row.items()} for row in rows]  # JSON has no NaN
-    path.with_suffix(".json").write_text(json.dumps({**about, "causal": True, "rows": numbers}, indent=2) + "\n")
+    result = json.dumps({**about, "causal": True, "rows": numbers}, indent=2) + "\n"
     title = f"Causal attention, {HEADS} heads ({KV_HEADS} of keys) of {DIM}, {DTYPE}, {where}"
     figure, _ = lab.plot_flash_attn_improvement(frame(rows), title=title)
-    figure.savefig(path.with_suffix(".png"))
+    put(out, {f"{path.name}.json": result.encode(), f"{path.name}.png": picture(figure)})
     print(f"wrote {path}.png and .json in {time.perf_counter() - began:.0f} s")
     if any(row["largest_error"] > BOUND for row in rows):
         sys.exit(f"flash and standard attention differ by more than {BOUND}")

@@ -22,6 +22,7 @@ from ejkernel import lab
 from ejkernel.callib.chips import identify
 from ejkernel.errors import EjkernelError
 from ejkernel.lab.extras import need
+from ejkernel.lab.files import can_write, picture, put
 from ejkernel.lab.report import machine
 
 GPU = jax.default_backend() == "gpu"
@@ -69,8 +70,8 @@ def relabel(ax, old, new):
         text.set_text(text.get_text().replace(old, new))
 
 
-def draw(rows, peer, where, ceilings, out):
-    """The four figures."""
+def drawn(rows, peer, where, ceilings):
+    """The four figures, as files."""
     size, ours, gemv = ([row[name] for row in rows] for name in ("size", "gemm_tiled_ms", "gemv_ms"))
     theirs = [row[f"{peer.replace('.', '_')}_ms"] for row in rows]
     figures = {"latency": lab.plot_gemm_gemv_latency(size, ours, gemv, title=f"GEMM vs GEMV, {where}").figure}
@@ -84,8 +85,8 @@ def draw(rows, peer, where, ceilings, out):
     ax = lab.plot_roofline(where, *peaks, points(rows), ceilings=measured if chip else None)
     if not chip:
         relabel(ax, "data sheet", "measured")
-    for name, figure in {**figures, "peer": beside.figure, "roofline": ax.figure}.items():
-        figure.savefig(out / f"gemm_gemv_{name}.png")
+    figures |= {"peer": beside.figure, "roofline": ax.figure}
+    return {f"gemm_gemv_{name}.png": picture(figure) for name, figure in figures.items()}
 
 
 def main():
@@ -93,7 +94,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("lab-figures"), help="folder for the figures and the numbers")
     out, began, rows = parser.parse_args().out, time.perf_counter(), []
-    out.mkdir(parents=True, exist_ok=True)
+    can_write(out / "gemm_gemv_roofline.json", "--out")
     need("matplotlib", "drawing").use("agg")
     torch_matmul, missing = torch_product()
     if missing:
@@ -113,8 +114,8 @@ def main():
         "versions": here["versions"],
     }
     result |= {"device": where, "dtype": DTYPE, "rows": rows, "points": points(rows), "ceilings": ceilings.to_json()}
-    (out / "gemm_gemv_roofline.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(rows, "jnp.dot" if missing else "torch.matmul", where, ceilings, out)
+    figures = drawn(rows, "jnp.dot" if missing else "torch.matmul", where, ceilings)
+    put(out, {"gemm_gemv_roofline.json": (json.dumps(result, indent=2) + "\n").encode(), **figures})
     print(f"wrote four figures and gemm_gemv_roofline.json to {out} in {time.perf_counter() - began:.0f} s")
     if not max(row["relative_error"] for row in rows) < (0.02 if GPU else 1e-5):
         sys.exit("gemm_tiled or gemv differs from jnp.dot")

@@ -15,6 +15,7 @@ from pathlib import Path
 from ejkernel import lab
 from ejkernel.errors import EjkernelError
 from ejkernel.lab.extras import need
+from ejkernel.lab.files import can_write, picture, put
 from ejkernel.lab.report import machine
 
 
@@ -65,8 +66,8 @@ def study(torch, model, length, repeats):
     return row | {"gain": row["without_ms"] / row["with_ms"]}
 
 
-def draw(rows, title, weights, path):
-    """Latency and memory over the lengths."""
+def drawn(rows, title, weights):
+    """A figure: latency and memory over the lengths."""
     need("matplotlib", "the figure").use("agg")
     lab.set_style()
     plt, lengths = need("matplotlib.pyplot", "the figure"), [row["seq_len"] for row in rows]
@@ -87,7 +88,7 @@ def draw(rows, title, weights, path):
     gain, at = f"×{rows[-1]['gain']:.0f} faster", (lengths[-1], rows[-1]["with_ms"])
     left.annotate(gain, at, (0, -18), textcoords="offset points", ha="right")
     figure.suptitle(title)
-    figure.savefig(path)
+    return figure
 
 
 def main():
@@ -95,7 +96,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("lab-figures"), help="folder for the figure and the numbers")
     path, torch = parser.parse_args().out / "gemma3_prefill_decode", need("torch", "this example")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    can_write(path.with_suffix(".json"), "--out")
     gpu, began, rows = torch.cuda.is_available(), time.perf_counter(), []
     device, dtype, bound = ("cuda", torch.bfloat16, 0.05) if gpu else ("cpu", torch.float32, 1e-4)
     layers, lengths, repeats = (18, range(8, 15), 20) if gpu else (6, range(6, 11), 3)
@@ -113,8 +114,9 @@ def main():
     here = machine()
     about = {"script": "examples/gemma3_prefill_decode.py", "date": here["measured_at"][:10], "device": where}
     about |= {"versions": here["versions"], "title": title}
-    path.with_suffix(".json").write_text(json.dumps({**about, "weights_gb": weights, "rows": rows}, indent=2))
-    draw(rows, title, weights, path.with_suffix(".png"))
+    result = json.dumps({**about, "weights_gb": weights, "rows": rows}, indent=2)
+    picture_of = picture(drawn(rows, title, weights))
+    put(path.parent, {f"{path.name}.json": result.encode(), f"{path.name}.png": picture_of})
     print(f"wrote {path}.png and .json after {time.perf_counter() - began:.0f} s")
     if not all(row["error"] < bound for row in rows):
         sys.exit(f"error: decoding with and without the cache differ by more than {bound}")

@@ -32,10 +32,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from ejkernel import grouped_matmul
+from ejkernel import EjkernelError, grouped_matmul
 from ejkernel.contracts.device import describe
 from ejkernel.lab import moe, workloads
 from ejkernel.lab.accuracy import relative_errors
+from ejkernel.lab.files import can_write, put
 from ejkernel.lab.speed import BOTH, FORWARD, Job, bench
 from ejkernel.utils.bursts import time_bursts
 
@@ -140,6 +141,8 @@ def main():
     parser.add_argument("--fusing", action="store_true", help="time the layer without each fusion too")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
+    if options.out:
+        can_write(options.out, "--out")
     accelerator = describe().kind != "cpu"
     tokens, dtype = options.tokens or (8192 if accelerator else 256), workloads.default_dtype()
     result = {**origin(), "dtype": dtype, "layers": []}
@@ -151,7 +154,7 @@ def main():
             print(f"{call}: " + ", ".join(shown(key, x) for key, x in row.items()), flush=True)
             result["layers"].append({"call": call, **row})
             if options.out:
-                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                put(options.out.parent, {options.out.name: (json.dumps(result, indent=1) + "\n").encode()})
     errors = {name: errors_of(workloads.LAYERS[name][1]) for name in NAMES}
     for name, model in NAMES.items():
         print(f"{model}, small, relative errors: " + ", ".join(f"{x} {e:.1e}" for x, e in errors[name].items()))
@@ -159,4 +162,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except EjkernelError as error:
+        sys.exit(f"error: {error}")

@@ -24,10 +24,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from small_decoder import Model, embedded, layer, logits_of, progress, weights_of
+from small_decoder import Model, at_least, embedded, layer, logits_of, progress, weights_of
 
-from ejkernel import flash_attention, page_attention, page_update
+from ejkernel import EjkernelError, flash_attention, page_attention, page_update
 from ejkernel.lab.extras import need
+from ejkernel.lab.files import can_write, picture, put
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -259,8 +260,8 @@ def check(model, weights, requests):
             raise SystemExit(f"token {wrong} of a request is {request.tokens[wrong]}, recomputed it is {found[wrong]}")
 
 
-def drawn(history, path, slots):
-    """Occupancy and throughput over steps."""
+def drawn(history, slots):
+    """A figure: occupancy and throughput over steps."""
     plt = need("matplotlib.pyplot", "the plot of a served batch")
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 5), sharex=True, layout="constrained")
     steps = np.arange(len(history))
@@ -278,7 +279,7 @@ def drawn(history, path, slots):
     below.legend(frameon=False, fontsize=8)
     for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 # A large stack
@@ -312,11 +313,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("lab-figures"))
     parser.add_argument("--train-seconds", type=float, default=75)
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--llama", type=int, metavar="LAYERS", help="on a GPU: 32 for all of Llama 3 8B")
-    parser.add_argument("--context", type=int, default=4096, help="of --llama")
+    parser.add_argument("--requests", type=at_least(1), default=16)
+    parser.add_argument("--llama", type=at_least(1), metavar="LAYERS", help="on a GPU: 32 for all of Llama 3 8B")
+    parser.add_argument("--context", type=at_least(1), default=4096, help="of --llama")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    can_write(options.out / "serve_paged.json", "--out")
+    written = {}
     if options.llama:
         result = llama(options.llama, 64, options.context, 20)
         print(json.dumps(result))
@@ -343,9 +345,12 @@ def main():
             "steps": len(server.history),
             "history": server.history,
         }
-        drawn(server.history, options.out / "serve_paged.png", len(server.slots))
-    (options.out / "serve_paged.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        written["serve_paged.png"] = picture(drawn(server.history, len(server.slots)), dpi=130)
+    put(options.out, {**written, "serve_paged.json": json.dumps(result, indent=1).encode()})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except EjkernelError as error:
+        sys.exit(f"error: {error}")

@@ -1,9 +1,10 @@
-"""What `serve_paged.py` and `train_decoder.py` share: the decoder, and a line that shows progress.
+"""What `serve_paged.py` and `train_decoder.py` share: the decoder, a line that shows progress, an option that counts.
 
 RMSNorm, rotary positions, attention whose query heads share key heads, a gated MLP, one matrix for embedding and logits. The
 attention itself is a function that the caller passes.
 """
 
+import argparse
 from dataclasses import dataclass
 
 import jax
@@ -88,3 +89,14 @@ def logits_of(weights, x):
 def progress(line):
     """One line that is written over."""
     print(f"\r{line:78s}", end="", flush=True)
+
+
+def at_least(least):
+    """Of an option on the command line: whole numbers from ``least`` on."""
+
+    def read(text):
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return read

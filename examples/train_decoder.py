@@ -33,11 +33,12 @@ import numpy as np
 import packed_text
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_decoder import Model, embedded, layer, logits_of, progress, weights_of
+from small_decoder import Model, at_least, embedded, layer, logits_of, progress, weights_of
 
-from ejkernel import flash_attention, ring_attention, ring_shard
+from ejkernel import EjkernelError, flash_attention, ring_attention, ring_shard
 from ejkernel.callib.chips import identify
 from ejkernel.lab.extras import need
+from ejkernel.lab.files import can_write, picture, put
 
 optax = need("optax", "training")
 
@@ -304,8 +305,8 @@ def samples_of(recipe, weights, tokenizer, length=96):
 # One command for all
 
 
-def drawn(runs, recipe, path):
-    """Loss over steps, a line for each attention; where the chip's peak is known, how fast each was too."""
+def drawn(runs, recipe):
+    """A figure: loss over steps, a line for each attention; where the chip's peak is known, how fast each was too."""
     plt = need("matplotlib.pyplot", "the plot of the loss")
     shares = {name: run["model_flops_utilisation"] for name, run in runs.items()}
     fast = all(shares.values())
@@ -329,7 +330,7 @@ def drawn(runs, recipe, path):
     axis.set_ylabel("loss, nats a token")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 def about(recipe, mesh):
@@ -356,8 +357,10 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("lab-figures"))
     parser.add_argument("--model", choices=RECIPES, default="small")
     parser.add_argument("--attention", nargs="+", choices=("ejkernel", "jax.nn", "tokamax"), default=["ejkernel"])
-    parser.add_argument("--ring", type=int, default=1, metavar="N", help="how many devices share a row")
-    parser.add_argument("--steps", type=int, help="instead of the recipe's")
+    parser.add_argument("--ring", type=at_least(1), default=1, metavar="N", help="how many devices share a row")
+    parser.add_argument(
+        "--steps", type=at_least(UNTIMED + 1), metavar="N", help=f"instead of the recipe's; {UNTIMED} are not timed"
+    )
     options = parser.parse_args()
     recipe = RECIPES[options.model]
     recipe = replace(recipe, steps=options.steps or recipe.steps)
@@ -368,11 +371,11 @@ def main():
         raise SystemExit(
             f"{recipe.rows} rows do not divide over {mesh.shape['data']} devices: give a row more with --ring"
         )
-    options.out.mkdir(parents=True, exist_ok=True)
+    name = "train_decoder" if options.model == "small" else f"train_decoder_{options.model}"
+    can_write(options.out / f"{name}.json", "--out")
     texts = getattr(packed_text, recipe.documents)()
     tokenizer = packed_text.Tokenizer(texts, recipe.tokens)
     documents = [tokenizer.encode(text) for text in texts]
-    name = "train_decoder" if options.model == "small" else f"train_decoder_{options.model}"
     result, failed = {**about(recipe, mesh), "runs": {}}, {}
     for attention in options.attention:
         try:
@@ -390,12 +393,15 @@ def main():
             print(rates + (f", {share:.1%} of the peak" if share else ""))
             print(*run.get("samples", ()), sep="\n" + "-" * 40 + "\n", end="\n\n")
         # After each, so that one that takes too long does not cost what was measured before.
-        written = json.dumps({**result, "failed": failed}, indent=1)
-        (options.out / f"{name}.json").write_text(written, encoding="utf-8")
+        written = {f"{name}.json": json.dumps({**result, "failed": failed}, indent=1).encode()}
         if result["runs"]:
-            drawn(result["runs"], recipe, options.out / f"{name}.png")
+            written[f"{name}.png"] = picture(drawn(result["runs"], recipe), dpi=130)
+        put(options.out, written)
     return bool(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except EjkernelError as error:
+        sys.exit(f"error: {error}")

@@ -174,7 +174,7 @@ def test_a_refused_value_is_not_held_against_its_equal():
         ("dropout_seed", {"dropout_prob": 0.1, "dropout_seed": "a"}, "'a'"),
         ("dropout_seed", {"dropout_prob": 0.1, "dropout_seed": jax.random.key(0)}, "key<fry>"),
         ("query", {"query": [[1.0, 2.0]]}, "a list"),
-        ("query", {"query": X[0, 0, 0], "cum_seqlens_q": OFFSETS, "cum_seqlens_k": OFFSETS}, "1 dimensions"),
+        ("query", {"query": X[0, 0, 0], "cum_seqlens_q": OFFSETS, "cum_seqlens_k": OFFSETS}, "1 dimension"),
         ("cum_seqlens_q", {"query": ONE, "key": ONE, "value": ONE, "cum_seqlens_q": jnp.array([0, 5, 3], jnp.uint32), "cum_seqlens_k": OFFSETS}, "never decrease"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -227,7 +227,7 @@ def test_combinations():
         ("nvidia-a100", 136, ("head dim 136 is above 128, the most on nvidia-a100",)),
         ("nvidia-b200", 128, ()),
         ("nvidia-b200", 256, ("head dim 256 is above 128, the most on nvidia-b200",)),
-        ("nvidia-t4", 64, ("needs capability 80, nvidia-t4 has 75",)),
+        ("nvidia-t4", 64, ("needs capability ≥ 8.0, nvidia-t4 has 7.5",)),
         ("amd-mi300x", 64, ("needs a device of nvidia, this is amd-mi300x",)),
         ("tpu-v6e", 64, ("needs a GPU, the device is a TPU",)),
         ("cpu", 64, ("needs a GPU, the device is a CPU",)),

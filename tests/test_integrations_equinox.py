@@ -118,13 +118,28 @@ def test_dropout():
 LAYER = MultiheadAttention(2, 8, dropout_p=0.5, key=jax.random.key(0))
 X = jnp.ones((5, 8))
 WRONG = [
-    (lambda: MultiheadAttention.of(eqx.nn.Linear(2, 2, key=jax.random.key(0))), "module is 'Linear'"),
+    (
+        lambda: MultiheadAttention.of(eqx.nn.Linear(2, 2, key=jax.random.key(0))),
+        r"module is of type equinox.*\.Linear;",
+    ),
     (lambda: MultiheadAttention(2, 8, key=jax.random.key(0), logits_soft_cap=-1.0), "logits_soft_cap is"),
-    (lambda: LAYER(X, X, X), "key is .*inference=True"),
+    (lambda: LAYER(X, X, X), "key is None.*one key"),
+    (lambda: LAYER(X, X, X, key=3), "key is of type int.*one key"),
+    (lambda: MultiheadAttention(2, 8, dropout_p=1.0, key=jax.random.key(0))(X, X, X), "dropout_p is 1.0.*probability"),
+    (lambda: LAYER([1.0], X, X), "query is a list.*jnp.asarray"),
+    (lambda: LAYER(X[None], X, X), r"query is .*\[length, 8\], without a batch, which jax.vmap adds"),
+    (lambda: LAYER(X, X[:, :4], X), r"key_ is float32\[5, 4\].*\[length, 8\]"),
+    (lambda: LAYER(X, X, X, inference="no"), "inference is 'no'.*True or False"),
+    (lambda: LAYER(X, X, X, mask="causal", inference=True), "mask is 'causal'.*booleans"),
     (lambda: LAYER(X, X, X[:3], inference=True), "value is .*the key's length, 5"),
     (lambda: LAYER(X, X, X, mask=jnp.ones((5, 5)), inference=True), "mask is .*booleans"),
     (lambda: LAYER(X, X, X, mask=jnp.ones((4, 5, 5), bool), inference=True), r"mask is .*\[2, 5, 5\]"),
-    (lambda: LAYER(X, X, X, process_heads=lambda q, k, v: (q[1:], k, v), inference=True), "process_heads is"),
+    (
+        lambda: LAYER(X, X, X, process_heads=lambda q, k, v: (q[1:], k, v), inference=True),
+        r"process_heads is .*returned \[4, 2, 4\], ",
+    ),
+    (lambda: LAYER(X, X, X, process_heads=lambda *heads: None, inference=True), "process_heads is .*returned NoneType"),
+    (lambda: LAYER(X, X, X, process_heads=3, inference=True), "process_heads is 3.*a function"),
     (
         lambda: MultiheadAttention.of(LAYER, causal=True)(X[:3], X, X, inference=True),
         "causal is .*3 queries and 5 keys",

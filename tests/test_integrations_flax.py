@@ -274,10 +274,19 @@ def test_modules_tell_what_they_cannot_have():
 WRONG = [
     (lambda: attention_fn(X, X[:1], X), "key is .*the same sizes in front"),
     (lambda: attention_fn(X[0, 0], X[0, 0], X[0, 0]), "query is .*heads, head_dim"),
+    (lambda: attention_fn(X, None, X), "key is None.*jnp.asarray"),
+    (lambda: attention_fn(X, X, X.astype(int)[:, 1:]), "value is .*the key's length and heads"),
+    (lambda: attention_fn(X, X, X, dtype="flot32"), "dtype is 'flot32'.*a floating dtype"),
     (lambda: attention_fn(X, X, X, mask=jnp.ones((3, 1, 7, 7))), "mask is .*broadcasts to"),
+    (lambda: attention_fn(X, X, X, mask="causal"), "mask is 'causal'.*an array"),
+    (lambda: attention_fn(X, X, X, bias=jnp.ones((7, 7), bool)), "bias is .*floats"),
     (lambda: attention_fn(X, X, X, bias=jnp.ones((1, 2, 4, 7, 7))), "bias is .*broadcasts to"),
-    (lambda: attention_fn(X, X, X, dropout_rate=0.5), "dropout_rng is .*a key"),
-    (lambda: attention_fn(X, X, X, dropout_rate=1.0, dropout_rng=jax.random.key(0)), "dropout_prob is .*probability"),
+    (lambda: attention_fn(X, X, X, dropout_rate=0.5), "dropout_rng is .*one key"),
+    (lambda: attention_fn(X, X, X, dropout_rate=0.5, dropout_rng=nnx.Rngs(0)), "dropout_rng is .*one key"),
+    (lambda: attention_fn(X, X, X, dropout_rate=0.5, dropout_rng=jax.random.split(jax.random.key(0))), "dropout_rng is .*one key"),
+    (lambda: attention_fn(X, X, X, dropout_rate=1.0, dropout_rng=jax.random.key(0)), "dropout_rate is .*probability"),
+    (lambda: attention_fn(X, X, X, dropout_rate=-0.1, dropout_rng=jax.random.key(0)), "dropout_rate is .*probability"),
+    (lambda: attention_fn(X, X, X, deterministic="no"), "deterministic is .*True or False"),
     (lambda: attention_fn(X, X, X, is_causal=1), "is_causal is .*True or False"),
     (lambda: AttentionFn(causal=True)(X[:, :3], X, X), "causal is .*3 queries and 7 keys"),
     (lambda: AttentionFn(sliding_window=3)(X, X[:, :3], X[:, :3]), "sliding_window is .*7 queries and 3 keys"),
@@ -287,7 +296,7 @@ WRONG = [
     (lambda: AttentionFn(logits_soft_cap=0), "logits_soft_cap is"),
     (lambda: AttentionFn(softmax_scale="1"), "softmax_scale is"),
     (lambda: AttentionFn(platform="cuda13"), "platform"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "words"), WRONG, ids=range(len(WRONG)))
@@ -436,7 +445,7 @@ def lstm(**options):
 
 
 WRONG_WEIGHTS = [
-    (lambda: weights_from(nnx.Linear(5, 4, rngs=nnx.Rngs(0))), "module is 'Linear'.*GRUCell"),
+    (lambda: weights_from(nnx.Linear(5, 4, rngs=nnx.Rngs(0))), r"module is of type flax.*\.Linear;.*GRUCell"),
     (lambda: weights_from([]), "module is .*at least one layer"),
     (lambda: weights_from(lstm(gate_fn=nnx.hard_sigmoid)), "gate_fn is sigmoid"),
     (lambda: weights_from(lstm(activation_fn=nnx.relu)), "activation_fn is tanh"),

@@ -82,7 +82,9 @@ def test_dtypes():
     other = made("GRU", seed=1).to(torch.bfloat16)
     weights_to(other, weights)
     assert torch.equal(other.weight_hh_l1, module.weight_hh_l1)
-    with pytest.raises(InvalidInputError, match="weight_ih_l0 is float64"):
+    with pytest.raises(
+        InvalidInputError, match=r"module.weight_ih_l0 is float64\[12, 5\]; expected float32: module.float"
+    ):
         weights_from(made("GRU").double())
 
 
@@ -110,14 +112,16 @@ def altered(**arrays):
 
 
 WRONG = [
-    (lambda: weights_from(torch.nn.Linear(2, 2)), "weights_from: module is 'Linear'.*torch.nn.LSTM"),
-    (lambda: weights_from(torch.nn.LSTMCell(2, 2)), "module is 'LSTMCell'"),
-    (lambda: weights_from(torch.nn.LSTM(5, 4, proj_size=2)), "module is 'an LSTM with proj_size=2'.*proj_size=0"),
+    (lambda: weights_from(torch.nn.Linear(2, 2)), r"weights_from: module is of type torch.*\.Linear; .*torch.nn.LSTM"),
+    (lambda: weights_from(torch.nn.LSTMCell(2, 2)), r"module is of type .*\.LSTMCell"),
+    (lambda: weights_from(torch.nn.LSTM(5, 4, device="meta")), "module.weight_ih_l0 is .*meta.*holds values"),
+    (lambda: weights_from(torch.nn.LSTM(5, 4, proj_size=2)), "module.proj_size is 2 .*expected 0"),
     (lambda: weights_to(made("LSTM"), altered()[:1]), "weights_to: weights is .*2 dicts"),
     (lambda: weights_to(made("LSTM", both=True), altered()), r"weights\[0\] is .*weight_ih_reverse"),
     (lambda: weights_to(made("LSTM", bias=False), altered()), "no 'bias_ih' in layer 0.*bias=False"),
     (lambda: weights_to(made("LSTM"), altered(weight_hh=jnp.ones((16, 5)))), r"weights\[1\]\['weight_hh'\] is .*\[16, 4\]"),
     (lambda: weights_to(made("LSTM"), altered(bias_hh=jnp.ones(16, jnp.bfloat16))), r"bias_hh'\] is .*float32\[16\]"),
+    (lambda: jax.jit(lambda w: weights_to(made("LSTM"), w))(altered()), r"\['weight_ih'\] is .*outside of jit"),
     (lambda: weights_to(made("LSTM"), altered(gain=jnp.ones(4))), r"weights\[1\] is .*gain"),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from ejkernel.lab import accuracy, asked, cli, report, speed
+from ejkernel.lab import accuracy, cli, files, report, speed
 
 
 @pytest.fixture
@@ -219,6 +219,24 @@ def test_roofline(run, monkeypatch, tmp_path):
     assert picture.read_text().count("flash_attention") >= 1 or picture.stat().st_size > 5000
 
 
+def test_an_interrupted_picture_leaves_what_was_there(run, monkeypatch, tmp_path):
+    figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr("ejkernel.lab.ceilings.measure_ceilings", _ceilings)
+    monkeypatch.setattr(speed, "bench", _quick_bench)
+
+    def savefig(self, place, **options):
+        file = place if hasattr(place, "write") else open(place, "wb")
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure.Figure, "savefig", savefig)
+    (tmp_path / "old.svg").write_text("old")
+    for name in ("old.svg", "new/new.svg"):
+        assert run("roofline", "-o", str(tmp_path / name))[::2] == (130, "ejkernel: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.svg"]
+    assert (tmp_path / "old.svg").read_text() == "old"
+
+
 @pytest.mark.parametrize(("output", "words"), [("roofline.xyz", "expected a picture's name, ending in .png, .svg, .pdf."),
                                                ("file/roofline.png", "no file can be written there")])  # fmt: skip
 def test_a_picture_that_cannot_be_is_known_before_any_work(run, monkeypatch, tmp_path, output, words):
@@ -321,9 +339,9 @@ def test_a_missing_package_is_one_line(missing):
 
 
 def test_can_write(tmp_path):
-    asked.can_write(tmp_path / "a" / "b" / "index.html")
+    files.can_write(tmp_path / "a" / "b" / "index.html")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="no file can be written there"):
-        asked.can_write(tmp_path / "file" / "index.html")
+        files.can_write(tmp_path / "file" / "index.html")
     with pytest.raises(ValueError, match="no file can be written there"):
-        asked.can_write(tmp_path)
+        files.can_write(tmp_path)

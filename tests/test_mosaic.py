@@ -435,8 +435,8 @@ def test_parameters_never_change_the_meaning(capfd):
     ("device", "reason"),
     [
         ("cpu", "needs a GPU, the device is a CPU"),
-        ("nvidia-a100", "needs capability 90 to 90, nvidia-a100 has 80"),
-        ("nvidia-b200", "needs capability 90 to 90, nvidia-b200 has 100"),
+        ("nvidia-a100", "needs capability 9.0, nvidia-a100 has 8.0"),
+        ("nvidia-b200", "needs capability 9.0, nvidia-b200 has 10.0"),
         ("amd-mi300x", "needs a device of nvidia, this is amd-mi300x"),
         ("tpu-v6e", "needs a GPU, the device is a TPU"),
     ],

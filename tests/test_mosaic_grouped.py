@@ -331,8 +331,8 @@ BATCHED = [jax.ShapeDtypeStruct((2, 8, *matrix), jnp.bfloat16) for matrix in ((6
             "nvidia-h200",
             "a result in float32 of bfloat16 is not supported",
         ),
-        (shapes(), {}, "nvidia-a100", "needs capability 90 to 90, nvidia-a100 has 80"),
-        (shapes(), {}, "nvidia-b200", "needs capability 90 to 90, nvidia-b200 has 100"),
+        (shapes(), {}, "nvidia-a100", "needs capability 9.0, nvidia-a100 has 8.0"),
+        (shapes(), {}, "nvidia-b200", "needs capability 9.0, nvidia-b200 has 10.0"),
     ],
     ids=["float32", "uneven k", "uneven n", "batched", "wide result", "A100", "B200"],
 )

@@ -23,7 +23,7 @@ from ejkernel import (
     target,
 )
 from ejkernel.contracts.device import describe
-from ejkernel.contracts.support import HALF, cpu, cuda, is_present, multiple_of, tpu
+from ejkernel.contracts.support import HALF, any_device, cpu, cuda, gpu, is_present, multiple_of, rocm, tpu
 from ejkernel.ops.config import chain
 
 X = jnp.ones((1, 8, 2, 16))
@@ -339,7 +339,14 @@ def test_head_dims_may_differ_from_device_to_device(register):
     assert reasons(256, "nvidia-h200") == ("heuristic",)
     assert reasons(264, "nvidia-h200") == ("head dim 264 is above 256, the most on nvidia-h200",)
     assert reasons(136, "nvidia-a100") == ("head dim 136 is above 128, the most on nvidia-a100",)
-    assert str(dims) == "multiples of 8, up to 128, up to 256 on nvidia GPU 90"
+    assert str(dims) == "multiples of 8, up to 128, up to 256 on NVIDIA GPU of capability 9.0"
+    named = {
+        cuda(80): "NVIDIA GPU of capability ≥ 8.0",
+        cuda(80, 90): "NVIDIA GPU of capability 8.0–9.0",
+        cuda(): "NVIDIA GPU",
+    }
+    named |= {tpu(4): "TPU of generation ≥ 4", rocm(): "AMD GPU", gpu(): "GPU", any_device(): "any"}
+    assert {devices: str(devices) for devices in named} == named
 
 
 def test_a_check_is_asked_on_its_own_devices_alone(register):

@@ -17,7 +17,7 @@ from lanes import some
 from small_decoder import Model
 from test_mosaic import compiled, needs_plugin
 
-from ejkernel import target
+from ejkernel import InvalidInputError, target
 from ejkernel.callib.chips import CHIPS
 
 slow = pytest.mark.slow
@@ -217,14 +217,14 @@ def test_the_command(monkeypatch, tmp_path):
     monkeypatch.setitem(example.RECIPES, "small", small)
     monkeypatch.setattr(packed_text, "docstrings", lambda: packed_text.sources()[:3])
     monkeypatch.setattr(example, "PROMPTS", ("Return ", "The "))
-    arguments = ["train_decoder.py", "--attention", "ejkernel", "tokamax", "--steps", "2", "--out", str(tmp_path)]
+    arguments = ["train_decoder.py", "--attention", "ejkernel", "tokamax", "--steps", "3", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="4 rows do not divide over 8 devices"):
         example.main()
     monkeypatch.setitem(example.RECIPES, "small", replace(small, rows=8))
     assert example.main() == 1
     result = json.loads((tmp_path / "train_decoder.json").read_text())
-    assert len(result["runs"]["ejkernel"]["losses"]) == 2
+    assert len(result["runs"]["ejkernel"]["losses"]) == 3
     assert result["runs"]["ejkernel"]["model_flops_utilisation"] is None  # no data sheet of this CPU
     assert result["failed"] == {"tokamax": "ImportError: not here"}
     for prompt, text in zip(example.PROMPTS, result["runs"]["ejkernel"]["samples"], strict=True):
@@ -234,13 +234,32 @@ def test_the_command(monkeypatch, tmp_path):
         example.mesh_of(jax.devices()[:3], 2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "2"], "argument --steps: '2' is not a whole number of at least 3"),
+        (["--ring", "0"], "argument --ring: '0' is not a whole number of at least 1"),
+        (["--ring", "2", "--attention", "jax.nn"], "--ring is ejkernel's alone: leave out --attention"),
+        (["--out", "file/figures"], "--out is 'file/figures/train_decoder.json': no file can be written there"),
+    ],
+)
+def test_a_command_that_cannot_be_is_one_line_before_any_work(monkeypatch, tmp_path, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(packed_text, "docstrings", lambda: 1 / 0)
+    monkeypatch.setitem(example.RECIPES, "small", replace(TINY, rows=8))
+    monkeypatch.setattr(sys, "argv", ["train_decoder.py", *arguments])
+    with pytest.raises((SystemExit, InvalidInputError)) as stopped:
+        example.main()
+    assert said in f"{stopped.value}{capsys.readouterr().err}"
+
+
 @slow
-def test_speed_is_drawn_where_the_peak_is_known(tmp_path):
+def test_speed_is_drawn_where_the_peak_is_known():
     run = {"losses": [3.0, 2.0, 1.5, 1.2], "tokens_per_second": 1e5}
     sizes = []
     for share in (None, 0.4):
         runs = {name: {**run, "model_flops_utilisation": share} for name in ("ejkernel", "jax.nn", "tokamax")}
-        example.drawn(runs, TINY, tmp_path / "plot.svg")
-        text = (tmp_path / "plot.svg").read_text()
+        text = example.picture(example.drawn(runs, TINY), "svg").decode()
         sizes.append((text.count('id="axes_'), "40% of peak" in text))
     assert sizes == [(1, False), (2, True)]

@@ -48,6 +48,7 @@ def as_member(value: Any, kind: type[enum.Enum], argument: str) -> Any:
 
 
 _NAMES = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}
+_VENDORS = {"amd": "AMD", "google": "", "nvidia": "NVIDIA"}  # all TPUs are Google's
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,24 @@ class Devices:
         too_old = device.capability < self.min_capability
         too_new = self.max_capability is not None and device.capability > self.max_capability
         if too_old or too_new:
-            upper = "" if self.max_capability is None else f" to {self.max_capability}"
-            return f"needs capability {self.min_capability}{upper}, {device} has {device.capability}"
+            return f"needs {self._generations()}, {device} has {self._generation(device.capability)}"
         return None
 
     def __str__(self) -> str:
         if self == any_device():
             return "any"
-        name = " ".join(filter(None, [self.vendor, "/".join(sorted(self.kinds)).upper()]))
-        if self.min_capability and self.min_capability == self.max_capability:
-            return f"{name} {self.min_capability}"
-        upper = "" if self.max_capability is None else f"–{self.max_capability}"
-        return name + (f" ≥ {self.min_capability}{upper}" if self.min_capability else "")
+        kinds = "/".join(sorted(self.kinds)).upper()
+        name = " ".join(filter(None, [_VENDORS.get(self.vendor, self.vendor), kinds]))
+        return f"{name} of {self._generations()}" if self.min_capability else name
+
+    def _generations(self) -> str:
+        least, most = (number and self._generation(number) for number in (self.min_capability, self.max_capability))
+        numbers = f"≥ {least}" if most is None else least if most == least else f"{least}–{most}"
+        return f"{'generation' if self.kinds == {'tpu'} else 'capability'} {numbers}"
+
+    def _generation(self, capability: int) -> str:
+        """A capability as the vendor writes it: 90 of NVIDIA is 9.0."""
+        return f"{capability / 10:.1f}" if self.vendor == "nvidia" else str(capability)
 
 
 def any_device() -> Devices:
@@ -146,7 +153,7 @@ def multiple_of(step: int, at_most: int | None = None, *, exceptions: tuple[tupl
 
     Example:
         >>> print(multiple_of(8, at_most=128, exceptions=((cuda(90, 90), 256),)))
-        multiples of 8, up to 128, up to 256 on nvidia GPU 90
+        multiples of 8, up to 128, up to 256 on NVIDIA GPU of capability 9.0
     """
     return HeadDims(step, at_most, exceptions)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ejkernel.contracts.support import Platform, as_member
@@ -42,7 +43,7 @@ class AttentionOptions:
     softmax_scale: float | None = None
     platform: Platform | str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         window = tuple(self.sliding_window) if isinstance(self.sliding_window, list) else self.sliding_window
         scale = self.softmax_scale
         checked = {
@@ -61,60 +62,74 @@ class AttentionOptions:
         key: Array,
         value: Array,
         *,
+        check: AttentionChecker,
         mask: Array | None = None,
         bias: Array | None = None,
         top_left: bool = False,
-        dropout_rate: float = 0.0,
-        dropout_key: Array | None = None,
+        dropout: tuple[float, Array | None] = (0.0, None),
         same_dropout: bool = False,
     ) -> Array:
         """Attention of ``[B, S, H, D]`` arrays.
 
         Args:
             query, key, value: of one dtype.
+            check: of the caller, which errors name.
             mask: boolean, four sizes that are those of ``[B, H, Sq, Sk]`` or 1.
             bias: floats, likewise.
             top_left: causal, with query ``i`` beside key ``i`` whatever the lengths are.
-            dropout_rate: share of the weights to drop.
-            dropout_key: a key of ``jax.random`` that decides which.
+            dropout: share of the weights to drop, and the seed that decides which; see ``dropout_of``.
             same_dropout: drop the same ones in every batch entry and head.
         """
-        _check.main_arrays(query, key, value)
+        check.main_arrays(query, key, value)
         q_len, kv_len = query.shape[1], key.shape[1]
         causal, window = self.causal, self.sliding_window
         if q_len != kv_len and (causal or window != (None, None)):
-            self._check_lengths(q_len, kv_len, top_left)
+            self._check_lengths(check, q_len, kv_len, top_left)
             mask, window = _beside_last(mask, window, kv_len)
-        options: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap}
-        if dropout_rate:
-            options["dropout_seed"] = jax.random.bits(dropout_key, dtype=jnp.uint32)
+        share, seed = dropout
+        options: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap, "dropout_seed": seed}
 
         def attend(query, key, value, mask, bias):
             if top_left and q_len != kv_len:
                 return dot_product_attention(
                     query, key, value, bias, mask, scale=self.softmax_scale, is_causal=True,
-                    implementation=self.platform, dropout_rate=dropout_rate, **options,
+                    implementation=self.platform, dropout_rate=share, **options,
                 )  # fmt: skip
             return flash_attention(
-                query, key, value, mask, bias, causal or top_left, self.softmax_scale, dropout_rate,
+                query, key, value, mask, bias, causal or top_left, self.softmax_scale, share,
                 sliding_window=window, platform=self.platform, **options,
             )  # fmt: skip
 
-        if dropout_rate and same_dropout:
+        if share and same_dropout:
             return _by_head(attend, query, key, value, mask, bias)
         return attend(query, key, value, mask, bias)
 
-    def _check_lengths(self, q_len: int, kv_len: int, top_left: bool) -> None:
+    def _check_lengths(self, check: AttentionChecker, q_len: int, kv_len: int, top_left: bool) -> None:
         name, value = ("causal", True) if self.causal else ("sliding_window", self.sliding_window)
         if top_left:
-            _check.fail(name, value, f"unset beside is_causal=True with {q_len} queries and {kv_len} keys")
+            check.fail(name, value, f"unset beside is_causal=True with {q_len} queries and {kv_len} keys")
         if q_len > 1:
-            _check.fail(
+            check.fail(
                 name,
                 value,
                 f"unset with {q_len} queries and {kv_len} keys, of which it is not known who is beside whom: "
                 "leave it out for this module and pass a mask",
             )
+
+
+def dropout_of(
+    check: AttentionChecker, rate_name: str, rate: Any, key_name: str, key: Any, off: bool
+) -> tuple[float, Array | None]:
+    """The share of the weights to drop and a seed, from a key of ``jax.random``; nothing is dropped where it is off."""
+    share = 0.0 if off else check.probability(rate_name, rate)
+    if share == 0:
+        return 0.0, None
+    given = isinstance(key, Array | np.ndarray)
+    typed = given and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not given or not (key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1):
+        shown = key if given or key is None else type(key)  # flax's Rngs has every attribute that it is asked for
+        check.fail(key_name, shown, f"one key, such as jax.random.key(0), since {rate_name} is above 0")
+    return share, jax.random.bits(key, dtype=jnp.uint32)
 
 
 def _beside_last(mask: Array | None, window: tuple, kv_len: int) -> tuple[Array | None, tuple]:

@@ -12,15 +12,16 @@ from jax import Array
 
 from ejkernel.contracts.support import Platform
 from ejkernel.errors import MissingPackageError, how_to_install
-from ejkernel.integrations.attention import AttentionOptions
+from ejkernel.integrations.attention import AttentionOptions, dropout_of
 from ejkernel.ops.attention import AttentionChecker
+from ejkernel.ops.core.checks import is_array, words
 
 try:
     import equinox as eqx
-except ImportError as error:
+except ImportError as _error:
     raise MissingPackageError(
         f"ejkernel.integrations.equinox needs equinox: {how_to_install('equinox')}", name="equinox"
-    ) from error
+    ) from _error
 
 __all__ = ["MultiheadAttention"]
 
@@ -77,7 +78,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             True
         """
         if not isinstance(module, eqx.nn.MultiheadAttention):
-            _check.fail("module", type(module).__name__, "an equinox.nn.MultiheadAttention")
+            _check.fail("module", type(module), "an equinox.nn.MultiheadAttention")
         sizes = ("num_heads", "query_size", "key_size", "value_size", "output_size", "qk_size", "vo_size")
         sizes += ("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias")
         arguments = {name: getattr(module, name) for name in sizes}
@@ -118,6 +119,12 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         if deterministic is not None:
             inference = deterministic
             warnings.warn("MultiheadAttention()(deterministic=...) is deprecated: pass inference", stacklevel=2)
+        sizes = {"query": self.query_size, "key_": self.key_size, "value": self.value_size}
+        for (name, size), x in zip(sizes.items(), (query, key_, value), strict=True):
+            layout = f"[length, {size}], without a batch, which jax.vmap adds"
+            _check.array(name, x, layout, ranks=(2,), kinds=(jnp.number,))
+            if x.shape[1] != size:
+                _check.fail(name, x, layout)
         lengths = (query.shape[0], key_.shape[0])
         if value.shape[0] != lengths[1]:
             _check.fail("value", value, f"the key's length, {lengths[1]}")
@@ -127,28 +134,37 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             self._heads(self.value_proj, value),
         )
         if process_heads is not None:
-            processed = process_heads(*heads)
-            if [x.shape for x in processed] != [x.shape for x in heads]:
-                shapes = [list(x.shape) for x in processed]
-                _check.fail("process_heads", shapes, f"the shapes {[list(x.shape) for x in heads]} from it")
-            heads = processed
+            heads = _processed(process_heads, heads)
         if mask is not None:
             whole = (self.num_heads, *lengths)
-            if mask.dtype != bool or mask.shape not in (lengths, whole):
+            if not is_array(mask) or mask.dtype != bool or mask.shape not in (lengths, whole):
                 _check.fail("mask", mask, f"booleans, {list(lengths)} or {list(whole)}")
             mask = mask.reshape(1, -1, *lengths)
         dtype = jnp.result_type(*heads)
         inference = self.dropout.inference if inference is None else inference
-        drop = not inference and self.dropout.p > 0
-        if drop and key is None:
-            _check.fail("key", key, "a key of jax.random, since dropout_p is above 0; inference=True needs none")
         out = self.options.attend(
             *(x.astype(dtype)[None] for x in heads),
+            check=_check,
             mask=mask,
-            dropout_rate=self.dropout.p if drop else 0.0,
-            dropout_key=key,
+            dropout=dropout_of(
+                _check, "dropout_p", self.dropout.p, "key", key, off=_check.flag("inference", inference)
+            ),
         )
         return jax.vmap(self.output_proj)(out.reshape(lengths[0], -1))
 
     def _heads(self, projection: eqx.nn.Linear, x: Array) -> Array:
         return jax.vmap(projection)(x).reshape(x.shape[0], self.num_heads, -1)
+
+
+def _processed(process_heads: Any, heads: tuple[Array, ...]) -> tuple[Array, ...]:
+    """What a user's function makes of the heads, if that is three arrays of their shapes."""
+    if not callable(process_heads):
+        _check.fail("process_heads", process_heads, "a function of the heads of query, key and value")
+    processed = process_heads(*heads)
+    many = isinstance(processed, tuple | list)
+    found = [list(x.shape) if is_array(x) else type(x).__name__ for x in processed] if many else type(processed)
+    expected = [list(x.shape) for x in heads]
+    if found != expected:
+        given = ", ".join(map(str, found)) if many else words(found).removeprefix("of type ")
+        _check.fail("process_heads", process_heads, f"{', '.join(map(str, expected))} from it; it returned {given}")
+    return tuple(processed)

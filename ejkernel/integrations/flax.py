@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.errors import MissingPackageError, UnsupportedError, how_to_install
-from ejkernel.integrations.attention import AttentionOptions
+from ejkernel.integrations.attention import AttentionOptions, dropout_of
 from ejkernel.integrations.recurrent import check_stack, recurrent_stack
 from ejkernel.ops.attention import AttentionChecker
-from ejkernel.ops.core.checks import Checker
+from ejkernel.ops.core.checks import Checker, is_array
 from ejkernel.ops.recurrent import BIASES, MATRICES
 from ejkernel.utils.values import concrete
 
 try:
     from flax import nnx
-except ImportError as error:
+except ImportError as _error:
     raise MissingPackageError(
         f"ejkernel.integrations.flax needs flax: {how_to_install('flax')}", name="flax"
-    ) from error
+    ) from _error
 
 __all__ = ["AttentionFn", "attention_fn", "recurrent_stack", "weights_from", "weights_to"]
 
@@ -117,12 +117,12 @@ class AttentionFn(AttentionOptions):
                 "calls this one."
             )
         _check_precision(precision)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not is_array(x):
+                _check.fail(name, x, f"an array {_LAYOUT}: pass jnp.asarray({name})")
         query, key, value = self._promoted(query, key, value, dtype, promote_dtype)
         batch, query, key, value = _one_batch(query, key, value)
         full = (*batch, query.shape[2], query.shape[1], key.shape[1])
-        drop = not deterministic and dropout_rate > 0
-        if drop and dropout_rng is None:
-            _check.fail("dropout_rng", None, "a key of jax.random, since dropout_rate is above 0")
         if mask is not None:
             mask = _spread("mask", mask, full)
             mask = mask if mask.dtype == bool else mask != 0
@@ -130,11 +130,18 @@ class AttentionFn(AttentionOptions):
             query,
             key,
             value,
+            check=_check,
             mask=mask,
             bias=None if bias is None else _spread("bias", bias, full),
             top_left=_check.flag("is_causal", is_causal),
-            dropout_rate=dropout_rate if drop else 0.0,
-            dropout_key=dropout_rng,
+            dropout=dropout_of(
+                _check,
+                "dropout_rate",
+                dropout_rate,
+                "dropout_rng",
+                dropout_rng,
+                off=_check.flag("deterministic", deterministic),
+            ),
             same_dropout=_check.flag("broadcast_dropout", broadcast_dropout),
         )
         return out.reshape(*batch, *out.shape[1:])
@@ -142,11 +149,16 @@ class AttentionFn(AttentionOptions):
     def _promoted(self, query: Any, key: Any, value: Any, dtype: Any, promote: Callable | None) -> tuple:
         if promote is not None:
             return promote((query, key, value), dtype=dtype)
-        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        try:
+            dtype = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
+        except TypeError:
+            _check.fail("dtype", dtype, "a floating dtype, such as jnp.bfloat16, or None")
         return tuple(jnp.asarray(x, dtype) for x in (query, key, value))
 
 
-attention_fn = AttentionFn()
+attention_fn: AttentionFn = AttentionFn()
+
+_LAYOUT = "[*batch, length, heads, head_dim]"
 
 
 def _check_precision(precision: Any) -> None:
@@ -167,13 +179,15 @@ def _one_batch(query: Array, key: Array, value: Array) -> tuple:
     batch = query.shape[:-3]
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 3 or array.shape[:-3] != batch:
-            _check.fail(name, array, "[*batch, length, heads, head_dim], with the same sizes in front for all three")
+            _check.fail(name, array, f"{_LAYOUT}, with the same sizes in front for all three")
     return batch, *(x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
 
 
 def _spread(name: str, array: Any, full: tuple[int, ...]) -> Array:
     """A mask or bias of four dimensions, the first of them 1 if all batch entries share it."""
-    array = jnp.asarray(array)
+    array = _check.converted(name, array)
+    if name == "bias" and not jnp.issubdtype(array.dtype, jnp.floating):
+        _check.fail(name, array, "floats, which are added to the logits; what may be seen is a mask")
     shape = (1,) * (len(full) - array.ndim) + array.shape
     if len(shape) != len(full) or not all(size in (1, whole) for size, whole in zip(shape, full, strict=True)):
         _check.fail(name, array, f"a shape that broadcasts to {list(full)}")
@@ -260,27 +274,27 @@ def _directions(layer: Any, check: Checker) -> tuple[_Cell, ...]:
     if not isinstance(layer, nnx.Bidirectional):
         return (_cell(layer, check),)
     if layer.merge_fn is not nnx.Bidirectional.merge_fn:
-        check.fail("module", layer.merge_fn, "a Bidirectional with its own merge_fn, which puts outputs side by side")
+        check.fail("module", type(layer), "one with its own merge_fn, which puts outputs side by side")
     return _cell(layer.forward_rnn, check), _cell(layer.backward_rnn, check)
 
 
 def _cell(layer: Any, check: Checker) -> _Cell:
     if isinstance(layer, nnx.RNN):
         if layer.reverse:
-            check.fail("module", layer, "an RNN without reverse=True: pass its cell, and reverse=True to recurrent")
+            check.fail("module", type(layer), "one without reverse=True: pass its cell, and reverse=True to recurrent")
         layer = layer.cell
     gated = isinstance(layer, nnx.LSTMCell | nnx.OptimizedLSTMCell | nnx.GRUCell)
     if gated and (layer.gate_fn is not nnx.sigmoid or layer.activation_fn is not nnx.tanh):
-        check.fail("module", layer, "a cell whose gate_fn is sigmoid and whose activation_fn is tanh")
+        check.fail("module", type(layer), "a cell whose gate_fn is sigmoid and whose activation_fn is tanh")
     if isinstance(layer, nnx.LSTMCell):
         inputs, state = (layer.ii, layer.if_, layer.ig, layer.io), (layer.hi, layer.hf, layer.hg, layer.ho)
         return _Cell(inputs, state, "bias_hh")
     if isinstance(layer, nnx.SimpleCell) and layer.residual:
-        check.fail("module", layer, "a SimpleCell without residual=True, which recurrent does not compute")
+        check.fail("module", type(layer), "one without residual=True, which recurrent does not compute")
     if not isinstance(layer, nnx.OptimizedLSTMCell | nnx.GRUCell | nnx.SimpleCell):
         check.fail(
             "module",
-            type(layer).__name__,
+            type(layer),
             "an LSTMCell, OptimizedLSTMCell, GRUCell or SimpleCell of flax.nnx, an RNN or a Bidirectional of them, or a list "
             "of these",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,10 +17,10 @@ from ejkernel.ops.recurrent import BIASES, MATRICES
 
 try:
     import torch
-except ImportError as error:
+except ImportError as _error:
     raise MissingPackageError(
         f"ejkernel.integrations.torch needs torch: {how_to_install('torch')}", name="torch"
-    ) from error
+    ) from _error
 
 __all__ = ["recurrent_stack", "weights_from", "weights_to"]
 
@@ -76,9 +77,9 @@ def weights_to(module: torch.nn.RNNBase, weights: Sequence[Mapping[str, Any]]) -
 def _layers(module: Any, check: Checker) -> list[dict[str, tuple[str, torch.Tensor]]]:
     """The module's parameters, and their names there, by layer and by their names here."""
     if not isinstance(module, torch.nn.LSTM | torch.nn.GRU | torch.nn.RNN):
-        check.fail("module", type(module).__name__, "a torch.nn.LSTM, GRU or RNN")
+        check.fail("module", type(module), "a torch.nn.LSTM, GRU or RNN")
     if module.proj_size:
-        check.fail("module", f"an LSTM with proj_size={module.proj_size}", "proj_size=0: recurrent has no projections")
+        check.fail("module.proj_size", module.proj_size, "0: recurrent has no projections")
     suffixes = ("", "_reverse") if module.bidirectional else ("",)
     names = (*MATRICES, *BIASES) if module.bias else MATRICES
     return [
@@ -92,15 +93,15 @@ def _layers(module: Any, check: Checker) -> list[dict[str, tuple[str, torch.Tens
 
 
 def _array(name: str, tensor: torch.Tensor) -> Array:
+    if tensor.is_meta:
+        _check.fail(f"module.{name}", tensor.device, "a device that holds values")
     values = tensor.detach().cpu()
     if values.dtype == torch.bfloat16:  # numpy does not know it; float32 holds each of its values
         return jnp.asarray(values.float().numpy(), jnp.bfloat16)
     values = values.numpy()
     array = jnp.asarray(values.copy())
     if array.dtype != values.dtype:
-        _check.fail(
-            "module", f"one whose {name} is {values.dtype}", f"{array.dtype}: module.float(), or jax_enable_x64"
-        )
+        _check.fail(f"module.{name}", values, f"{array.dtype}: module.float(), or jax_enable_x64")
     return array
 
 
@@ -108,5 +109,7 @@ def _tensor(name: str, array: Any, like: torch.Tensor) -> torch.Tensor:
     dtype = str(like.dtype).removeprefix("torch.")
     if jnp.shape(array) != tuple(like.shape) or jnp.result_type(array).name != dtype:
         _check_given.fail(name, array, f"the module's {dtype}{list(like.shape)}")
+    if isinstance(array, jax.core.Tracer):
+        _check_given.fail(name, array, "values: it is traced, so call weights_to outside of jit and grad")
     values = np.asarray(array)
     return torch.tensor(values.astype(np.float32) if dtype == "bfloat16" else values)

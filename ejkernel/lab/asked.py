@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ejkernel.lab import arguments, workloads
 from ejkernel.lab import calls as own
 from ejkernel.lab.calls import Given
 from ejkernel.lab.extras import need
+from ejkernel.lab.files import can_write, picture, put
 from ejkernel.lab.speed import BOTH, Job
 from ejkernel.ops.config import chain
 
@@ -55,30 +55,14 @@ def lengths(given: list[int] | None) -> tuple[int, ...]:
     return tuple(given or ())
 
 
-def can_write(path: str | os.PathLike) -> None:
-    """Raise, before any work, where a file cannot be written."""
-    folder = Path(path).absolute().parent
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    try:
-        if Path(path).is_dir():
-            raise IsADirectoryError("it is a folder")
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise InvalidInputError(
-            f"--output is {os.fspath(path)!r}: no file can be written there ({error.strerror or error}). "
-            "Name another place with -o."
-        ) from error
-
-
 def can_draw(path: str | os.PathLike) -> None:
-    """The same for a picture, and the folder that it is in is made."""
+    """Raise, before any work, where a picture cannot be drawn or written."""
     need("matplotlib", "a picture")
     if Path(path).suffix.lower() not in PICTURES:
         raise InvalidInputError(
             f"--output is {os.fspath(path)!r}; expected a picture's name, ending in {', '.join(PICTURES)}."
         )
     can_write(path)
-    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 def explain(
@@ -175,10 +159,9 @@ def draw_roofline(found: dict[str, Any], path: str) -> None:
         operations={p["name"]: (p["intensity"], p["tflops"]) for p in found["points"]} or None,
         ceilings=(roof["tflops"], roof["tb_per_s"]) if peak else None,
     )
+    place = Path(path)
     try:
-        axes.figure.savefig(path, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"--output is {path!r}: {error}") from error
+        put(place.absolute().parent, {place.name: picture(axes.figure, place.suffix.lower(), bbox_inches="tight")})
     finally:
         need("matplotlib.pyplot", "a picture").close(axes.figure)
 

@@ -91,15 +91,21 @@ def from_file(path: str) -> list[Given]:
         )
     for number, entry in enumerate(entries, 1):
         here = f"{place}, entry {number}"
-        if not isinstance(entry, dict) or not all(isinstance(name, str) for name in entry):
+        if not isinstance(entry, dict):
             raise InvalidInputError(f"{here} is {_words(entry)}; expected an operation and its arguments by name.")
-        if not isinstance(entry.get("operation"), str):
+        nameless = [name for name in entry if not isinstance(name, str)]
+        if nameless:
+            raise InvalidInputError(
+                f"{here}: {nameless[0]!r} is no name; expected arguments by name, such as causal: true."
+            )
+        if "operation" not in entry:
             raise InvalidInputError(f"{here} has no operation; expected one of {', '.join(workloads.OPERATIONS)}.")
+        if not isinstance(entry.get("name", ""), str):
+            raise InvalidInputError(f"{here}: name is {entry['name']!r}; expected a text, such as name: a layer.")
         given = {name: value for name, value in entry.items() if name not in ("operation", "name")}
         with _placed(here):
             operation = workloads.known(entry["operation"])
-        label = "" if entry.get("name") is None else str(entry["name"])
-        workload = _workload(operation, _flat(given), f"{here} ({operation})", label)
+        workload = _workload(operation, _flat(given), f"{here} ({operation})", entry.get("name", ""))
         calls.append(Given(workload, shlex.join(["--file", path])))
     return calls
 
@@ -113,7 +119,8 @@ def _read(path: str) -> Any:
             names = [self.construct_object(key, deep=True) for key in keys]
             twice = next((name for n, name in enumerate(names) if name in names[:n]), None)
             if twice is not None:
-                raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice", node.start_mark)
+                second = [key for key, name in zip(keys, names, strict=True) if name == twice][1]
+                raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", second.start_mark)
             return super().construct_mapping(node, deep)
 
     try:
@@ -124,11 +131,12 @@ def _read(path: str) -> Any:
         raise InvalidInputError(f"--file is {os.fspath(path)!r}: it cannot be read ({why}).") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise InvalidInputError(
-            f"{Path(path).name}{line}: no YAML ({getattr(error, 'problem', None) or error}). Inside braces, "
-            'shapes need quotes: {query: "bf16[2,8192,32,128]"}.'
-        ) from error
+        place = f"{Path(path).name}{f', line {mark.line + 1}' if mark else ''}"
+        why = getattr(error, "problem", None) or str(error)
+        if isinstance(error, yaml.constructor.ConstructorError):  # it is YAML, but says what calls cannot be
+            raise InvalidInputError(f"{place}: {why}; expected names with texts, numbers and lists.") from error
+        hint = 'Inside braces, shapes need quotes: {query: "bf16[2,8192,32,128]"}.'
+        raise InvalidInputError(f"{place}: no YAML ({why}).{f' {hint}' if '[' in why else ''}") from error
 
 
 def _flat(given: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +184,7 @@ def _workload(operation: str, given: Mapping[str, Any], place: str, label: str =
                 value = arguments.value(said) if isinstance(said, str) else said
                 value = tuple(value) if isinstance(value, list) else value
                 if argument in known.arrays and isinstance(value, tuple | str):
-                    value = _listed(argument, value)
+                    value = _listed(argument, value, floats=argument in known.gradients)
             if hasattr(value, "shape") and value.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
                 raise InvalidInputError(f"{name} is {value.dtype}; 64 bits need JAX_ENABLE_X64=1.")
             _put(abstract if hasattr(value, "shape") else options, name, value)
@@ -214,8 +222,13 @@ def _put(where: dict[str, Any], name: str, value: Any) -> None:
         where[argument] = value
 
 
-def _listed(name: str, values: tuple | str) -> np.ndarray:
+def _listed(name: str, values: tuple | str, floats: bool) -> np.ndarray:
     """An array whose values are written out: integers of 32 bits, or floats."""
+    if floats and isinstance(values, tuple) and all(map(arguments.integer, values)):
+        sizes = ",".join(map(str, values))
+        raise InvalidInputError(
+            f"{name} is {list(values)}, all of them integers; expected a shape behind a dtype, bf16[{sizes}], or floats."
+        )
     try:
         array = np.asarray(values)  # a string's kind is none of numbers
         if array.dtype.kind not in "biuf":

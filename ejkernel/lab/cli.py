@@ -298,14 +298,14 @@ def _app() -> Any:
         [bold]Examples[/]: ejkernel report --quick · ejkernel report -o my-report ·
         ejkernel report --compare a/report.json b/report.json
         """
-        from ejkernel.lab import asked, side_by_side
+        from ejkernel.lab import asked, files, side_by_side
         from ejkernel.lab import report as lab
 
         if compare is not None:
             if quick:
                 raise EjkernelError("--quick is about measuring, and --compare measures nothing: leave one out.")
             output = output or "ejkernel-comparison"
-            asked.can_write(os.path.join(output, "index.html"))
+            files.can_write(os.path.join(output, "index.html"))
             found = side_by_side.beside(*map(side_by_side.load, compare))
             path = page.write_comparison(found, output)
             show(found, as_json, tables.comparison)

@@ -89,14 +89,19 @@ class AttentionChecker(Checker):
 
     def dropout(self, probability_name: str, probability: Any, seed: Any) -> float:
         """A probability, and a seed if it is above 0."""
-        share = self.number(probability_name, probability, "a probability in [0, 1)")
-        if not 0 <= share < 1:
-            self.fail(probability_name, probability, "a probability in [0, 1)")
+        share = self.probability(probability_name, probability)
         if share and seed is None:
             self.fail("dropout_seed", seed, f"an integer, since {probability_name} is above 0")
         if seed is not None:
             seed = np.asarray(seed) if isinstance(seed, int) else seed
             self.array("dropout_seed", seed, "one integer", ranks=(0,), kinds=(jnp.integer,))
+        return share
+
+    def probability(self, name: str, value: Any) -> float:
+        """A share of what may be dropped; not all of it."""
+        share = self.number(name, value, "a probability in [0, 1)")
+        if not 0 <= share < 1:
+            self.fail(name, value, "a probability in [0, 1)")
         return share
 
     def data(self, name: str, value: Any, expected: str, kinds: tuple[Any, ...], abstract: bool) -> None:

@@ -74,7 +74,7 @@ def dot_product_attention(
         [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
     arguments = locals()
-    query = _array("query", query)
+    query = _check.converted("query", query)
     result = OPERATION(_as_flash(**{**arguments, "query": query}))
     if not return_residual:
         return result if query.ndim == 4 else result.reshape(query.shape)
@@ -152,16 +152,8 @@ def _explained(*args: Any, **kwargs: Any) -> tuple[Operation, dict[str, Any]]:
 dot_product_attention.explained = _explained
 
 
-def _array(name: str, value: Any) -> Any:
-    """What ``jnp.asarray`` makes of an argument, which may be a list."""
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError):
-        _check.fail(name, value, "an array")
-
-
 def _four(name: str, value: Any) -> Any:
-    array = _array(name, value)
+    array = _check.converted(name, value)
     if array.ndim > 4:
         _check.fail(name, array, f"at most four dimensions; it has {array.ndim}")
     return array if array.ndim == 4 else array.reshape((1,) * (4 - array.ndim) + array.shape)
@@ -177,7 +169,7 @@ def _broadcastable(name: str, value: Any, full: tuple[int, ...]) -> Any:
 def _lengths(name: str, value: Any, batch: int) -> Any:
     if value is None:
         return None
-    array = _array(name, value)
+    array = _check.converted(name, value)
     if array.shape != (batch,) or array.dtype != jnp.int32:
         _check.fail(name, array, f"int32[{batch}], one length a batch entry")
     return array

@@ -288,6 +288,8 @@ class FlashAttention(Operation):
         if bias is None:
             return
         layout = f"a shape that broadcasts to {list(full)}"
+        if not is_array(bias):
+            _check.fail("bias", bias, f"an array of {layout}: pass jnp.asarray(bias)")
         _check.array("bias", bias, layout, ranks=(0, 1, 2, 3, 4), kinds=(jnp.floating,))
         if not _broadcasts(_four(bias.shape), full):
             _check.fail("bias", bias, layout)

@@ -14,7 +14,7 @@ from jax import Array
 
 from ejkernel.callib.chips import CHIPS
 from ejkernel.contracts.device import DeviceInfo, describe
-from ejkernel.contracts.support import is_present
+from ejkernel.contracts.support import cuda, is_present
 from ejkernel.kernels._cuda import build, toolchain
 from ejkernel.kernels._cuda.toolchain import BuildError
 from ejkernel.kernels.common.varying import vary_as
@@ -121,7 +121,7 @@ def _multiprocessors_here() -> int | None:
 def refusal(device: DeviceInfo) -> str | None:
     """Why kernels in CUDA cannot be built for a device, or not be run on it."""
     if device.capability < OLDEST:
-        return f"needs capability {OLDEST}, {device} has {device.capability}"
+        return cuda(OLDEST).refusal(device)
     return _compilers(device.capability) or (_probe(architecture(device)) if is_present(device) else None)
 
 

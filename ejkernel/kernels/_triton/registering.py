@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.registry import kernel_registry
-from ejkernel.contracts.support import FLOATS, Backend, HeadDims, Platform, Support, any_device, gpu, multiple_of
+from ejkernel.contracts.support import FLOATS, Backend, HeadDims, Platform, Support, any_device, cuda, gpu, multiple_of
 from ejkernel.kernels._triton import probe
 from ejkernel.kernels._triton.call import interpreting
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 def refusal(device: DeviceInfo) -> str | None:
     """Triton compiles for compute capability 8.0 and later (AMD's chips have none), if it is one that we know."""
     if device.vendor == "nvidia" and 0 < device.capability < OLDEST:
-        return f"needs capability {OLDEST}, {device} has {device.capability}"
+        return cuda(OLDEST).refusal(device)
     return probe.refusal(device, interpreting())
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from ejkernel import __version__
 from ejkernel.errors import InvalidInputError
 from ejkernel.lab.extras import need
+from ejkernel.lab.files import put
 from ejkernel.lab.page import beside, figures, sections
-from ejkernel.lab.page.files import put
 from ejkernel.lab.page.series import THEME, device
 
 

@@ -20,6 +20,9 @@ def words(value: Any) -> str:
         return f"{kind}{value.dtype}{list(value.shape)}"
     if isinstance(value, list | dict | set):
         return f"a {type(value).__name__}"
+    if isinstance(value, type):
+        place = "" if value.__module__ == "builtins" else f"{value.__module__}."
+        return f"of type {place}{value.__qualname__}"
     return f"{value!r} ({type(value).__name__})"
 
 
@@ -48,12 +51,20 @@ class Checker:
         """Refuse an argument."""
         raise InvalidInputError(f"{self.operation}: {name} is {words(value)}; expected {expected}.")
 
+    def converted(self, name: str, value: Any) -> Any:
+        """What ``jnp.asarray`` makes of an argument, which may be a list."""
+        try:
+            return jnp.asarray(value)
+        except (TypeError, ValueError):
+            self.fail(name, value, "an array")
+
     def array(self, name: str, value: Any, expected: str, *, ranks: tuple[int, ...], kinds: tuple[Any, ...]) -> None:
         """An array of one of the ranks, with a dtype of one of the kinds."""
         if not is_array(value):
             self.fail(name, value, f"an array {expected}: pass jnp.asarray({name})")
         if len(value.shape) not in ranks:
-            self.fail(name, value, f"{expected}; it has {len(value.shape)} dimensions")
+            count = len(value.shape)
+            self.fail(name, value, f"{expected}; it has {count} dimension{'s' * (count != 1)}")
         if not all(isinstance(size, int) for size in value.shape):
             self.fail(name, value, f"{expected}, of sizes that are known: symbolic shapes are not supported")
         if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
