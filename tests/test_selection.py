@@ -455,6 +455,9 @@ def test_wrong_overlays_are_refused():
         overlay(flash_attention={"q": 1}),
     ):
         pass
+    for no_pair in ((), (FwdParams(q_blocksize=4), FwdParams(q_blocksize=8))):
+        with pytest.raises(InvalidInputError, match="or a pair of them"), overlay(flash_attention=no_pair):
+            pass
 
 
 def test_every_block_s_parameters_reach_the_kernel(register):
