@@ -362,6 +362,7 @@ def test_memory_does_not_grow_with_the_square():
         ({"sparsity_mask": np.ones(3, bool)}, "sparsity_mask is bool[3]"),
         ({"sparsity_mask": [[True]]}, "sparsity_mask is a list"),
         ({"sparsity_mask": None}, "sparsity_mask is None"),
+        ({"sparsity_mask": patterns.causal()}, "causal() (Pattern); expected an array: call the pattern"),
         ({"block_size": 0}, "block_size is 0"),
         ({"block_size": (16, 16, 16)}, "block_size is (16, 16, 16)"),
         ({"block_size": 16.0}, "block_size is 16.0"),

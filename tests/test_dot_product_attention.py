@@ -229,6 +229,7 @@ def test_equal_lengths_are_a_plain_call():
     for options in ({"query_seq_lengths": [5]}, {"local_window_size": -1}, {"local_window_size": jnp.int32(2)}):
         _, by_data = dot_product_attention.explained(x, x, x, **options)
         assert (by_data["causal"], by_data["sliding_window"], by_data["kv_start"].shape) == (False, None, (1, 5))
+    assert str(explain("dot_product_attention", x, x, x)) == str(explain(dot_product_attention, x, x, x))
 
 
 X = jnp.ones((2, 8, 4, 16))

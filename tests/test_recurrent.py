@@ -478,7 +478,7 @@ WRONG = [
     ("hidden[1]", {"hidden": (H, None)}, ["None"]),
     ("hidden[1]", {"hidden": (H, C.astype("float16"))}, ["float16", "cast"]),
     ("hidden[0]", {"hidden": (H, C), "weights": TWO, "bidirectional": True}, ["2 dimensions", "[2, 2, 4]"]),
-    ("hidden", {**RNN, "hidden": (H,), "cell_type": "rnn"}, ["[2, 4]"]),
+    ("hidden", {**RNN, "hidden": (H,), "cell_type": "rnn"}, ["(float32[2, 4])", "an array [2, 4]"]),
     ("hidden", {**RNN, "hidden": H.astype(int), "cell_type": "rnn"}, ["int32"]),
     ("cell_type", {"cell_type": "LSTM"}, ["'LSTM'", "'lstm', 'gru' or 'rnn'"]),
     ("cell_type", {"cell_type": None}, ["None"]),

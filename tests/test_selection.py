@@ -22,6 +22,7 @@ from ejkernel import (
     overlay,
     target,
 )
+from ejkernel.contracts import device as devices
 from ejkernel.contracts.device import describe
 from ejkernel.contracts.support import HALF, any_device, cpu, cuda, gpu, is_present, multiple_of, rocm, tpu
 from ejkernel.ops.config import chain
@@ -433,6 +434,19 @@ def test_explain_takes_real_devices_and_refuses_nonsense():
         explain(FLASH, X[0], X, X)
 
 
+def test_the_device_is_that_of_the_arrays_that_have_one(monkeypatch):
+    """numpy's are on none."""
+    asked = []
+    monkeypatch.setattr(devices, "describe", lambda device=None: asked.append(device) or describe(device))
+    second = jax.devices()[1]
+    there, host = jax.device_put(X, second), np.asarray(X)
+    explain(FLASH, host, there, there)
+    explain(FLASH, abstract(*X.shape, dtype=X.dtype), there, there)
+    flash_attention(host, there, there, sliding_window=(3, 5))
+    explain(FLASH, host, host, host)
+    assert asked == [second, second, second, None]
+
+
 # Parameters
 
 
@@ -462,6 +476,9 @@ def test_wrong_overlays_are_refused():
         overlay(flash_attention={"q": 1}),
     ):
         pass
+    for no_pair in ((), (FwdParams(q_blocksize=4), FwdParams(q_blocksize=8))):
+        with pytest.raises(InvalidInputError, match="or a pair of them"), overlay(flash_attention=no_pair):
+            pass
 
 
 def test_every_block_s_parameters_reach_the_kernel(register):

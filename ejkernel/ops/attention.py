@@ -55,6 +55,8 @@ class AttentionChecker(Checker):
             return
         for name, ids, length in (("q_segment_ids", q_ids, q_len), ("kv_segment_ids", kv_ids, kv_len)):
             layout = f"[{batch}, {length}] integers, beside its pair"
+            if ids is None:
+                self.fail(name, ids, f"{layout}: pass both or neither")
             self.array(name, ids, layout, ranks=(2,), kinds=(jnp.integer,))
             if ids.shape != (batch, length):
                 self.fail(name, ids, layout)

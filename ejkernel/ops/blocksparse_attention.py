@@ -96,6 +96,10 @@ def blocksparse_attention(
         (1, 256, 2, 8)
     """
     arguments = _check.scaled_query(locals())
+    if callable(sparsity_mask):
+        _check.fail(
+            "sparsity_mask", sparsity_mask, "an array: call the pattern with the grid's size, as in causal()(nq, nk)"
+        )
     if from_data(sliding_window):
         return OPERATION(_with_intervals(arguments))
     mask = _listed(query, key, value, sparsity_mask, block_size, causal, sliding_window)

@@ -412,7 +412,10 @@ def _check_packing(cum_q: Any, cum_k: Any, batch: int) -> None:
         return
     pair = {"cum_seqlens_q": cum_q, "cum_seqlens_k": cum_k}
     for name, offsets in pair.items():
-        _check.array(name, offsets, "[sequences + 1], beside its pair", ranks=(1,), kinds=(jnp.integer,))
+        layout = "[sequences + 1], beside its pair"
+        if offsets is None:
+            _check.fail(name, offsets, f"{layout}: pass both or neither")
+        _check.array(name, offsets, layout, ranks=(1,), kinds=(jnp.integer,))
         if offsets.shape[0] < 2:
             _check.fail(name, offsets, "at least two offsets: [0, length]")
     if cum_q.shape != cum_k.shape:

@@ -85,7 +85,8 @@ def overlay(**operations: Any) -> Iterator[None]:
             raise InvalidInputError(
                 f"overlay({name}=…): there is no operation of that name; expected one of {', '.join(known)}."
             )
-        for params in given if isinstance(given, tuple) else (given,):
+        pair = isinstance(given, tuple) and len(given) == 2 and type(given[0]) is not type(given[1])
+        for params in given if pair else (given,):
             if not isinstance(params, FwdParams | BwdParams):
                 raise InvalidInputError(
                     f"overlay({name}={params!r}): expected FwdParams, BwdParams or a pair of them, as in "

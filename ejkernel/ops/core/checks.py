@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from ejkernel.errors import InvalidInputError
 
 
 def words(value: Any) -> str:
-    """A value in an error: arrays by dtype and shape, containers by their type alone."""
+    """A value in an error: arrays by dtype and shape, other containers than tuples by their type alone."""
     if is_array(value):
         kind = "ShapeDtypeStruct " if isinstance(value, jax.ShapeDtypeStruct) else ""
         return f"{kind}{value.dtype}{list(value.shape)}"
@@ -23,6 +24,8 @@ def words(value: Any) -> str:
     if isinstance(value, type):
         place = "" if value.__module__ == "builtins" else f"{value.__module__}."
         return f"of type {place}{value.__qualname__}"
+    if isinstance(value, tuple) and any(map(is_array, value)):
+        return f"({', '.join(map(words, value))})"
     return f"{value!r} ({type(value).__name__})"
 
 
@@ -39,6 +42,12 @@ def is_data(value: Any) -> bool:
 def is_concrete(value: Any) -> bool:
     """Whether a value is a JAX array with values, not a tracer."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+
+
+def device_of(arrays: Iterable[Any]) -> Any:
+    """That of the first array that has one, for numpy's and abstract ones have none; None where that one is traced."""
+    first = next((value for value in arrays if isinstance(value, jax.Array)), None)
+    return next(iter(first.devices())) if is_concrete(first) else None
 
 
 class Checker:
@@ -79,7 +88,7 @@ class Checker:
     def number(self, name: str, value: Any, expected: str) -> float:
         """A finite Python number."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-            self.fail(name, value, f"{expected}, as a Python number")
+            self.fail(name, value, f"{expected}, as a finite Python number")
         return float(value)
 
     def window(self, name: str, value: Any) -> tuple[int | None, int | None]:

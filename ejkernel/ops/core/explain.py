@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterable
 from typing import Any
+
+import jax
 
 from ejkernel.contracts import device as devices
 from ejkernel.contracts.registry import kernel_registry
 from ejkernel.errors import InvalidInputError
 from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.core import partition, select
-from ejkernel.ops.core.checks import is_concrete
+from ejkernel.ops.core.checks import device_of
+
+# Functions of another signature on an operation's kernels, and their modules.
+REWRITTEN = {"dot_product_attention": "ejkernel.ops.dot_product_attention"}
 
 
 def explain(
@@ -40,8 +46,7 @@ def explain(
     found, arguments = _bound(operation, args, kwargs)
     call, pins = found.bound(arguments)
     if device is None:
-        first = next(iter((*args, *kwargs.values())))
-        device = surroundings().target or (next(iter(first.devices())) if is_concrete(first) else None)
+        device = surroundings().target or device_of(jax.tree.leaves((args, kwargs)))
     info = devices.describe(device)
     wanted = _wanted(found, arguments, gradients)
     explanation = select.decide_both(call, info, pins, wanted) if wanted else select.decide(call, info, pins)
@@ -55,12 +60,14 @@ def explain(
 
 def _bound(operation: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The operation and all of its arguments by name."""
-    if hasattr(operation, "explained"):  # a function of another signature on an operation's kernels
+    if isinstance(operation, str) and operation in REWRITTEN:
+        operation = getattr(importlib.import_module(REWRITTEN[operation]), operation)
+    if hasattr(operation, "explained"):
         return operation.explained(*args, **kwargs)
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")
     found = kernel_registry.operation(name) if name in kernel_registry.list_algorithms() else None
     if found is None:
-        known = [n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n)]
+        known = sorted([*REWRITTEN, *(n for n in kernel_registry.list_algorithms() if kernel_registry.operation(n))])
         raise InvalidInputError(f"operation is {operation!r}; expected one of {', '.join(known)}, or its name.")
     bound = found.signature.bind(*args, **kwargs)
     bound.apply_defaults()

@@ -27,7 +27,7 @@ from ejkernel.kernels.common.varying import vary_over, varying_axes
 from ejkernel.ops.config import chain
 from ejkernel.ops.config.context import surroundings
 from ejkernel.ops.core import run, select
-from ejkernel.ops.core.checks import is_concrete, words
+from ejkernel.ops.core.checks import device_of, words
 
 CACHED_CALLS = 4096
 
@@ -161,8 +161,7 @@ class Operation:
 
     def run(self, arrays: tuple, statics: tuple) -> Any:
         """Run a call; ``arrays`` and ``statics`` in the order of the signature."""
-        first = arrays[0]
-        device = next(iter(first.devices())) if is_concrete(first) else None
+        device = device_of(arrays if hasattr(arrays[0], "devices") else jax.tree.leaves(arrays))
         # JAX's rules for a custom gradient inside a jitted function write into it: threads that trace have one each.
         thread = threading.get_ident() if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)) else None
         key = (statics, types_of(statics), device, kernel_registry.generation, chain.environment(), thread)
@@ -198,9 +197,9 @@ class Operation:
         known = jax.Array | np.ndarray | np.generic | int | float | list | tuple | dict | None
         for name, value in zip(self.arrays, arrays, strict=True):
             if not isinstance(value, known):
-                raise InvalidInputError(
-                    f"{self.name}: {name} is {words(value)}; expected an array (only explain takes abstract ones)."
-                )
+                abstract = isinstance(value, jax.ShapeDtypeStruct)
+                what_to_do = "only explain takes abstract ones" if abstract else f"pass jnp.asarray({name})"
+                raise InvalidInputError(f"{self.name}: {name} is {words(value)}; expected an array: {what_to_do}.")
 
     def _check_params(self, arguments: dict[str, Any]) -> None:
         for name, cls in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
