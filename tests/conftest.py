@@ -5,17 +5,19 @@ import itertools
 import os
 import shutil
 
-# Before JAX is imported: CPU unless JAX_PLATFORMS says otherwise, eight devices to shard over, and compilations kept
-# between runs of the suite.
+# Before JAX is imported: CPU unless JAX_PLATFORMS says otherwise, eight devices to shard over, and compilations that take
+# long kept between runs of the suite (to keep a short one takes as long as to make it).
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), "..", ".cache", "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 # The plugin that compiles for GPUs is there without CUDA's libraries, which only a GPU needs.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+import psutil
 import pytest
+from cuda_compilers import compilers, fresh  # noqa: F401 (fixtures)
 from hypothesis import HealthCheck, settings
 
 from ejkernel import Platform, kernel_registry
@@ -25,13 +27,13 @@ from ejkernel.ops.config import chain, store
 
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("suite")
-# Whether slow tests are left out, as `make test` does.
-SHORT = False
+# Whether slow tests are left out, as `make test` does, and whether those are that repeat others, as CI's slow lane does.
+SHORT = CI = False
 
 
 def pytest_configure(config):
-    global SHORT
-    SHORT = "not slow" in config.getoption("markexpr")
+    global SHORT, CI
+    SHORT, CI = ("not " + marker in config.getoption("markexpr") for marker in ("slow", "again"))
     if SHORT and jax.config.jax_platforms == "cpu":
         # XLA takes a fifth of the time to compile; `make test-full` compiles as users do. Unknown extra options are ignored.
         os.environ["XLA_FLAGS"] += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -40,8 +42,8 @@ def pytest_configure(config):
 
 
 def tries(full, *, short):
-    """Settings of hypothesis: how many examples ``make test-full`` tries, and how many ``make test``."""
-    return settings(max_examples=short if SHORT else full)
+    """Settings of hypothesis: how many examples ``make test-full`` tries, and how many ``make test``; CI's slow lane a third."""
+    return settings(max_examples=short if SHORT else max(short, full // 3) if CI else full)
 
 
 def runnable(algorithm):
@@ -129,15 +131,19 @@ def own_store(tmp_path, monkeypatch):
 
 
 _since_cleared = itertools.count(1)
+MORE_BYTES = 2 * 2**30
+_most = {"bytes": MORE_BYTES}
 
 
 @pytest.fixture(autouse=True)
 def few_executables():
-    """A process that holds thousands of compiled programs runs out of memory mappings, and crashes."""
+    """A process that holds thousands of compiled programs runs out of memory mappings, and crashes; interpreters' take gigabytes."""
     yield
-    if next(_since_cleared) % 150 == 0:
+    memory = psutil.Process().memory_info
+    if next(_since_cleared) % 300 == 0 or memory().rss > _most["bytes"]:
         jax.clear_caches()
         gc.collect()
+        _most["bytes"] = memory().rss + MORE_BYTES
 
 
 @pytest.fixture

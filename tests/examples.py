@@ -110,6 +110,19 @@ def all_examples():
     return [example for module in modules for example in module.EXAMPLES]
 
 
+def by_operation():
+    """The examples of each operation."""
+    found = {}
+    for example in all_examples():
+        found.setdefault(example.operation, []).append(example)
+    return found
+
+
+def firsts_and_lasts():
+    """Two of every operation: its first, and its last, which has the most features."""
+    return [example for examples in by_operation().values() for example in (examples[0], examples[-1])]
+
+
 def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", differentiates=False, again=False):
     """Parameters ``subject, example`` of a test: each example on each implementation that this machine can run.
 
@@ -122,9 +135,6 @@ def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", 
     An implementation without a gradient gets examples that do not ask for it; a test that only ``differentiates`` leaves
     out those that have none to ask for.
     """
-    by_operation = {}
-    for example in all_examples():
-        by_operation.setdefault(example.operation, []).append(example)
 
     def slow(subject, example, examples):
         kept = {"all": examples, "main": (examples[0], examples[-1]), "last": examples[-1:]}[short]
@@ -142,7 +152,7 @@ def each_example(*, main=False, dtypes="main", interpreted="slow", short="all", 
                 slow=slow(subject, example, examples),
                 again=again and example not in (examples[0], examples[-1]) and has_gradients(subject, example),
             )
-            for operation, examples in by_operation.items()
+            for operation, examples in by_operation().items()
             for example in ((examples[0], examples[-1]) if main else examples)
             for subject in subjects(operation, dtypes=dtypes)
             if subject.has(*example.features) and not (subject.interpreted and interpreted == "never")

@@ -73,7 +73,9 @@ WINDOWED = [
 ]
 
 
-@pytest.mark.parametrize("window", [pytest.param((5, 2), id="both"), pytest.param((7, None), id="left", marks=slow)])
+@pytest.mark.parametrize(
+    "window", [pytest.param((5, 2), id="both"), pytest.param((7, None), id="left", marks=[slow, pytest.mark.again])]
+)
 @each_case(WINDOWED)
 def test_windows_from_arrays(subject, case, window):
     if not subject.has("varlen"):

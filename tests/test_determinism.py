@@ -24,7 +24,7 @@ PACKED = named("everything_packed")[0]
 def deterministic(cases, short=""):
     """``subject, case`` of implementations that say they are; ``short``: what interpreters run in ``make test``."""
     return [
-        parameter(subject, case, slow=subject.interpreted and case.name != short)
+        parameter(subject, case, slow=subject.interpreted and case.name != short, again=case is PACKED)
         for subject, case in taken(cases)
         if subject.support.deterministic
     ]

@@ -55,7 +55,7 @@ def test_exports_for_devices_that_are_not_here(device, platform):
     assert exported.out_avals[0].shape == x.shape
 
 
-@each_example(main=True, interpreted="never")
+@each_example(main=True, interpreted="never", short="last")
 def test_every_operation(subject, example):
     arrays = example.arrays()
     floats = example.floats(arrays)

@@ -63,7 +63,7 @@ WRONG = [
     ("group_offset", {**RAGGED, "group_offset": 2**70}, ["from 0 to 0"]),
     ("group_offset", {**RAGGED, "group_offset": 0.0}, ["integer"]),
     ("group_offset", {**RAGGED, "group_offset": True}, ["integer"]),
-    ("group_offset", {**RAGGED, "group_offset": jnp.zeros(1, jnp.int32)}, ["1 dimensions"]),
+    ("group_offset", {**RAGGED, "group_offset": jnp.zeros(1, jnp.int32)}, ["it has 1 dimension."]),
     ("platform", {"platform": "metal"}, ["'metal'", "'xla'"]),
     ("backend", {**RAGGED, "backend": "npu"}, ["'npu'", "'cpu'"]),
 ]

@@ -158,7 +158,7 @@ X = np.ones((4, 6), np.float32)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gemm_tiled(X[0], X.T), r"gemm_tiled: a is float32\[6\]; expected \[M, K\]; it has 1 dimensions"),
+        (lambda: gemm_tiled(X[0], X.T), r"gemm_tiled: a is float32\[6\]; expected \[M, K\]; it has 1 dimension\."),
         (lambda: gemm_tiled(X, X.T[None]), r"gemm_tiled: b is float32\[1, 6, 4\]; expected \[K, N\]"),
         (lambda: gemm_tiled(X, X), r"b is float32\[4, 6\]; expected \[K, N\] with K = 6, the columns of a \[4, 6\]"),
         (lambda: gemm_tiled(X, [[1.0]]), r"b is a list; expected an array \[K, N\]: pass jnp.asarray\(b\)"),

@@ -292,7 +292,7 @@ WRONG = [
     ("inputs", {"inputs": None}, ["jnp.asarray(inputs)"]),
     ("inputs", {"inputs": [1.0]}, ["jnp.asarray(inputs)"]),
     ("mask", {"inputs": X, "mask": jnp.ones((2, 5))}, ["[2, 5]", "[2, 6]"]),
-    ("mask", {"inputs": X, "mask": jnp.ones(6)}, ["1 dimensions", "[2, 6]"]),
+    ("mask", {"inputs": X, "mask": jnp.ones(6)}, ["it has 1 dimension.", "[2, 6]"]),
     ("mask", {"inputs": X, "mask": jnp.ones((2, 6, 1))}, ["3 dimensions"]),
     ("mask", {"inputs": X, "mask": True}, ["0 dimensions"]),
     ("mask", {"inputs": X, "mask": [[1] * 6] * 2}, ["jnp.asarray(mask)"]),

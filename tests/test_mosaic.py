@@ -554,6 +554,7 @@ def spill_jobs(dims, what):
         (256, 256): (192, 192),
     }
     return {
+        "default": [(dims, "causal")],
         "defaults": [(dims, "plain"), (dims, "causal")],
         "masks that are data": [(dims, "segments"), (dims, "packed")],
         "space": [(dims, name, sizes) for sizes in parameters.SPACE[dims][1:] for name in ("plain", "causal")],
@@ -567,9 +568,9 @@ def spill_jobs(dims, what):
     ("what", "dims"),
     [
         pytest.param(
-            what, dims, marks=() if what == "defaults" and dims in ((128, 128), (256, 256)) else pytest.mark.slow
+            what, dims, marks=() if what == "default" and dims in ((128, 128), (256, 256)) else pytest.mark.slow
         )
-        for what in ("defaults", "masks that are data", "space", "others")
+        for what in ("default", "defaults", "masks that are data", "space", "others")
         for dims in parameters.SPACE
         if spill_jobs(dims, what)
     ],

@@ -494,7 +494,7 @@ WRONG = [
     ("context_lens", {"context_lens": LENS * 1.0}, ["float32", "integer"]),
     ("context_lens", {"context_lens": jnp.array([5, 13])}, ["12", "[ 5 13]"]),
     ("context_lens", {"context_lens": np.array([-1, 3])}, ["from 0", "-1"]),
-    ("block_tables", {"block_tables": TABLES[0]}, ["1 dimensions"]),
+    ("block_tables", {"block_tables": TABLES[0]}, ["it has 1 dimension."]),
     ("block_tables", {"block_tables": TABLES[:1]}, ["[2, max_blocks]", "batch"]),
     ("block_tables", {"block_tables": TABLES * 1.0}, ["integer"]),
     ("block_tables", {"block_tables": jnp.array([[0, -1, 2], [2, 3, 0]])}, ["[0, 1] is -1", "0 to 5", "5 tokens"]),

@@ -180,6 +180,17 @@ def test_narrow_caches_round_to_nearest_even_and_saturate(dtype, scale):
     assert_bits(after, np.asarray(values))
 
 
+def test_ties_are_those_of_the_quotient():
+    """Half-way numbers times a scale whose reciprocal is rounded: multiplied by that, a third of them would round up."""
+    scale = np.float32(0.03)
+    key = (np.arange(-110, 110, dtype=np.float32) + 0.5)[:, None, None] * scale
+    cache = jnp.zeros((len(key), 1, 1, 1), jnp.int8)
+    places = jnp.ones(len(key), jnp.int32), jnp.arange(len(key))[:, None]
+    after, values = page_update(cache, cache, key, key, *places, k_scale=scale, v_scale=scale[None])
+    np.testing.assert_array_equal(after[:, 0], np.round(key / scale).astype(np.int8))
+    assert_bits(after, np.asarray(values))
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_caches_keep_the_bits_of_their_neighbours(dtype):
     """NaN of every kind among them; a padded token may hold NaN."""

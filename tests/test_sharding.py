@@ -133,7 +133,7 @@ def batch_specs(example, arrays, axis):
     }
 
 
-@each_example(main=True, interpreted="never")
+@each_example(main=True, interpreted="never", short="last")
 def test_every_operation_partitioned_by_the_compiler(subject, example, mesh):
     if not example.batch:
         pytest.skip("the call has no batch")
@@ -145,7 +145,7 @@ def test_every_operation_partitioned_by_the_compiler(subject, example, mesh):
     assert_trees_close(actual, expected, "float32", gradient=True)
 
 
-@each_example(main=True, interpreted="never")
+@each_example(main=True, interpreted="never", short="last")
 def test_every_operation_inside_shard_map(subject, example, mesh):
     """With the default check_vma: what the devices share gets its gradients summed."""
     if not example.batch:

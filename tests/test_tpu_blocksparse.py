@@ -12,10 +12,12 @@ from tolerances import assert_close
 from ejkernel import FwdParams, kernel_registry
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import forward as module
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import parameters
+from ejkernel.ops.attention import window_intervals
 
 pytestmark = pytest.mark.tpu
 
 OPERATION = kernel_registry.operation("blocksparse_attention")
+LEFT = np.int32(100)
 IDS = np.array([[1, 2, 0, 3]]).repeat([150, 130, 120, 200], 1).astype(np.int32)
 
 
@@ -38,6 +40,14 @@ CALLS = {
     "of batch entries": ({"batch": 2, "kv_len": 500}, masks(2, 2, 10, 8), 64, {"causal": True}, (256, 256)),
     "large blocks": ({}, masks(2, 3, 3, density=0.6), 256, {"sliding_window": (100, 50)}, (256, 256)),
     "segments": ({}, masks(10, 10), 64, {"q_segment_ids": IDS, "kv_segment_ids": IDS}, (128, 256)),
+    "traced window": ({}, masks(2, 10, 10), 64, {"causal": True, "sliding_window": LEFT}, (128, 256)),
+    "traced window, segments": (
+        {"kv_len": 500},
+        masks(10, 8, density=0.7),
+        64,
+        {"sliding_window": (LEFT, 30), "q_segment_ids": IDS, "kv_segment_ids": IDS[:, :500]},
+        (256, 128),
+    ),
     "one block": ({"q_len": 70, "kv_len": 333}, np.ones((1, 1), bool), 400, {"causal": True}, (128, 128)),
     "uneven blocks": ({}, masks(13, 13), 48, {"causal": True}, (128, 256)),
     "small blocks": ({"q_len": 40, "kv_len": 200}, masks(10, 50), 4, {}, (128, 256)),
@@ -52,13 +62,22 @@ CALLS = {
 }
 
 
+TRACED = ("traced window", "traced window, segments")
+
+
 def prepare(arrays, mask, side, options):
     """What the operation gives an implementation."""
-    options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    options = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.int32) else x, options)
     arguments = OPERATION.signature.bind(*arrays, mask, side, **options)
     arguments.apply_defaults()
     arguments = OPERATION.normalise(dict(arguments.arguments))
     spec = OPERATION.bind(arguments).spec
+    if arguments.get("kv_start") is not None:
+        # Abstract in what selection reads.
+        given, lengths = options["sliding_window"], tuple(x.shape[1] for x in arrays[:2])
+        window = given if isinstance(given, tuple) else (given, given)
+        found = window_intervals(window, options.get("causal", False), lengths)
+        arguments |= dict(zip(("kv_start", "kv_stop"), found, strict=True))
     return OPERATION.prepare(arguments, spec), spec
 
 
@@ -109,12 +128,14 @@ def test_a_traced_mask(capfd):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", some(["one for all", "large blocks", "segments"], "large blocks"))
+@pytest.mark.parametrize("name", some(["one for all", "large blocks", "segments", *TRACED], "large blocks"))
 def test_what_no_query_sees_may_be_nan(name, capfd):
     shape, mask, side, options, sizes = CALLS[name]
     query, key, value = inputs(**shape)
-    wide = mask.reshape((1,) * (4 - mask.ndim) + mask.shape).repeat(side, 2).repeat(side, 3)[:, :, :600, :600]
-    seen = oracle.visible_pairs(1, 2, 600, 600, attention_mask=wide, **options).any((0, 1, 2))
+    lengths = query.shape[1], key.shape[1]
+    wide = mask.reshape((1,) * (4 - mask.ndim) + mask.shape).repeat(side, 2).repeat(side, 3)
+    wide = wide[:, :, : lengths[0], : lengths[1]]
+    seen = oracle.visible_pairs(1, 2, *lengths, attention_mask=wide, **options).any((0, 1, 2))
     assert not seen.all()
     key, value = (jnp.where(seen[:, None, None], x, jnp.nan) for x in (key, value))
     prepared, spec = prepare((query, key, value), mask, side, options)

@@ -185,4 +185,6 @@ def _divided(tokens: Array, scale: Array | None) -> Array:
     wide = tokens.astype(jnp.promote_types(tokens.dtype, np.float32))
     if scale is None:
         return wide
-    return wide / jnp.reshape(jnp.asarray(scale, wide.dtype), (-1, 1))
+    divisors = jnp.broadcast_to(jnp.reshape(jnp.asarray(scale, wide.dtype), (-1, 1)), wide.shape)
+    # Without the barrier the compiler multiplies by the reciprocal, which is another number: ties then round the wrong way.
+    return wide / lax.optimization_barrier(divisors)

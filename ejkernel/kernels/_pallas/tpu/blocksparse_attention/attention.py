@@ -58,8 +58,8 @@ register(
     "blocksparse_attention",
     head_dims=HeadDims(at_most=256),
     features={
-        *("causal", "window", "soft_cap", "segments", "sinks", "gqa", "value_dim", "cross", "head_masks"),
-        *("uneven_blocks", "lse"),
+        *("causal", "window", "traced_window", "soft_cap", "segments", "sinks", "gqa", "value_dim", "cross"),
+        *("head_masks", "uneven_blocks", "lse"),
     },
     gradients={"query", "key", "value", "softmax_aux"},
 )(PallasBlockSparseAttention)

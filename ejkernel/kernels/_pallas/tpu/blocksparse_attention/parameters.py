@@ -21,9 +21,10 @@ def effective(shapes: dict[str, Any], spec: Any, params: FwdParams, device: Any)
     most = [-(-length // LANES) * LANES for length in spec.grid.lengths]
     asked = (params.q_blocksize or SIDE, params.kv_blocksize or SIDE)
     sides = [min(largest, max(LANES, side // LANES * LANES)) for side, largest in zip(asked, most, strict=True)]
-    lists = math.prod(shapes["blocks"].start.shape[:2])
-    if "q_segment_ids" in shapes:
-        lists = shapes["blocks"].start.shape[1] * shapes["query"].shape[0]
+    entries, heads, _ = shapes["blocks"].start.shape
+    for name in ("q_segment_ids", "kv_start"):
+        entries = max(entries, shapes[name].shape[0] if name in shapes else 1)
+    lists = entries * heads
 
     def steps() -> int:
         return lists * math.prod(-(-length // side) for length, side in zip(spec.grid.lengths, sides, strict=True))
