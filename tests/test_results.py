@@ -96,7 +96,7 @@ def rows_of(table, text):
 
 
 def test_the_readme_s_tables_hold_what_was_measured():
-    """The three that are compared with peers, and the training; each cell is rounded from the file that stands above."""
+    """The three that are compared with peers, and the training; a cell is rounded from the file that stands above."""
     text = (ROOT / "README.md").read_text()
     peers = {row["case"]: row for row in held("attention_cpu")["peers"]}
     shown = rows_of("| | ejkernel | torch 2.13 SDPA | jax.nn (xla) |", text)
