@@ -369,7 +369,7 @@ def main():
     mesh = mesh_of(jax.local_devices(), options.ring)
     if recipe.rows % mesh.shape["data"]:
         raise SystemExit(
-            f"{recipe.rows} rows do not divide over {mesh.shape['data']} devices: give a row more with --ring"
+            f"{recipe.rows} rows do not divide over {mesh.shape['data']} devices: --ring gives each row several"
         )
     name = "train_decoder" if options.model == "small" else f"train_decoder_{options.model}"
     can_write(options.out / f"{name}.json", "--out")

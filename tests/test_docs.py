@@ -138,7 +138,9 @@ PAGES_WITH_PACKAGES = [
 
 
 @pytest.mark.parametrize("block", PAGES_WITH_PACKAGES)
-def test_pages_about_other_packages(block):
+def test_pages_about_other_packages(block, monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     for package in set(re.findall(r"^(?:import|from) (flax|equinox|torch|keras)\b", block, re.MULTILINE)):
         pytest.importorskip(package)
     exec(block, {})

@@ -37,12 +37,16 @@ def make(batch=2, q_len=19, kv_len=19, heads=4, kv_heads=4, dim=8, dtype="float3
     return floats, {**more, **lengths}
 
 
-def both(floats, others, **ours):
+def both(floats, others, vmapped=False, **ours):
     """Results and gradients of ours and of jax's, for one cotangent, each in one compilation."""
-    dout = jnp.asarray(np.random.default_rng(9).standard_normal(floats["query"].shape), floats["query"].dtype)
+    query = floats["query"]
+    dout = jnp.asarray(np.random.default_rng(9).standard_normal(query.shape), query.dtype)
 
     def run(attend, floats):
-        out, pull = jax.vjp(lambda floats: attend(**floats, **others), floats)
+        def call(floats):
+            return attend(**({"key": floats["query"], "value": floats["query"]} | floats), **others)
+
+        out, pull = jax.vjp(jax.vmap(call) if vmapped else call, floats)
         return out, pull(dout.astype(out.dtype))[0]
 
     mine = functools.partial(dot_product_attention, **ours)
@@ -89,6 +93,50 @@ def test_as_jax(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow)])
 def test_half_precision(dtype):
     check(*make(**CASES["lengths, causal, a window"], dtype=dtype, dim=16))
+
+
+# What jax tests of its own function (tests/nn_test.py), at its sizes; the rest of its cases compare implementations.
+OF_JAX = {
+    f"{dtype}, groups of {group}{', vmap' * vmapped}": (dtype, {"kv_heads": 4 // group}, vmapped)
+    for dtype in ("bfloat16", "float16")
+    for group in (1, 2, 4)
+    for vmapped in (False, True)
+}
+PADDED = {"query_seq_lengths": (64, 32), "key_value_seq_lengths": (32, 64)}
+OF_JAX |= {
+    name: ("bfloat16", case, False)
+    for name, case in {
+        "a bias": {"bias": (1, 4, 128, 128)},
+        "causal": {"is_causal": True},
+        "padding": PADDED,
+        "a mask": {"mask": None},
+        "causal, padding": {"is_causal": True, **PADDED},
+        "a mask, padding": {"mask": None, **PADDED},
+        "a bias, causal": {"bias": (1, 4, 128, 128), "is_causal": True},
+        "causal, a window": {"is_causal": True, "local_window_size": (3, 2)},
+    }.items()
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "bfloat16, groups of 2, vmap" else slow) for n in OF_JAX]
+)
+def test_the_cases_of_jax_s_tests(name):
+    dtype, case, vmapped = OF_JAX[name]
+    floats, others = make(q_len=128, kv_len=128, dim=32, dtype=dtype, **{n: x for n, x in case.items() if n != "mask"})
+    if "mask" in case:
+        others["mask"] = jnp.tril(jnp.ones((128, 128), bool))[None, None]
+    check(floats, others, vmapped=vmapped)
+
+
+@slow
+@pytest.mark.parametrize("vmapped", [False, True])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_the_gradient_of_a_bias_as_in_jax_s_tests(batch, vmapped):
+    """One array is query, key and value, beside a bias for each example and a mask that hides nothing."""
+    floats, _ = make(batch, 128, dim=32, dtype="bfloat16", bias=(batch, 4, 128, 128))
+    floats = {name: floats[name] for name in ("query", "bias")}
+    check(floats, {"mask": jnp.ones((1, 1, 128), bool)}, vmapped=vmapped)
 
 
 @each_subject("varlen", "gqa", "cross")

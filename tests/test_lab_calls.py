@@ -311,6 +311,8 @@ def test_a_peer_runs_only_the_very_call():
     )  # fmt: skip
     windowed, longer, packed = (call.workload for call in given)
     with pytest.raises(peers.Absent, match="is compared only without sliding_window"):
+        peers.function("torch SDPA", windowed)
+    with pytest.raises(peers.Absent, match="aligns causality and windows top-left"):
         peers.function("jax.nn", windowed)
     with pytest.raises(peers.Absent, match="top-left"):
         peers.function("jax.nn", longer)
@@ -320,6 +322,12 @@ def test_a_peer_runs_only_the_very_call():
     arrays = grouped.workload.cast("float32")
     out = peers.function("jax.nn", grouped.workload)[0](arrays)
     np.testing.assert_allclose(out, reference.attention(**arrays, causal=True), atol=1e-5)
+    for window, scale in {"[2, 0]": "0.5", "[None, 3]": "f32[]", "1": "None"}.items():
+        call = ["flash_attention", "query=f32[1,8,2,8]", f"sliding_window={window}", f"softmax_scale={scale}"]
+        _, (windowed,) = calls.from_words(call)
+        arrays = windowed.workload.cast("float32")
+        expected = reference.attention(**{**arrays, **windowed.workload.options})
+        np.testing.assert_allclose(peers.function("jax.nn", windowed.workload)[0](arrays), expected, atol=1e-5)
 
 
 @pytest.mark.torch

@@ -231,8 +231,7 @@ def test_an_interrupted_picture_leaves_what_was_there(run, monkeypatch, tmp_path
 
     monkeypatch.setattr(figure.Figure, "savefig", savefig)
     (tmp_path / "old.svg").write_text("old")
-    for name in ("old.svg", "new/new.svg"):
-        assert run("roofline", "-o", str(tmp_path / name))[::2] == (130, "ejkernel: interrupted\n")
+    assert run("roofline", "-o", str(tmp_path / "old.svg"))[::2] == (130, "ejkernel: interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["old.svg"]
     assert (tmp_path / "old.svg").read_text() == "old"
 

@@ -309,6 +309,15 @@ def test_headline_says_what_is_flagged(tmp_path):
     assert "The times were unsteady (noisy: &lt;14 %)." in text
 
 
+def test_headline_is_of_steady_times(tmp_path):
+    drawn()
+    rows = [row("ejkernel", 1.0, flags=["unstable"]), row("peer", 900.0)]
+    rows += [row("ejkernel", 1.0, length=16), row("peer", 3.0, length=16)]
+    text = page.write({"timings": rows}, tmp_path).read_text(encoding="utf-8")
+    assert re.search(r'<dt>Best speed-up over the best peer</dt><dd class="value \w*">3\.0×</dd>', text)
+    assert "unsteady" not in re.search(r"Best speed-up.*?</d[dl]>.*?</div>", text, re.DOTALL)[0]
+
+
 def test_headline_counts(written):
     text = written(on_gpu).read_text(encoding="utf-8")
     assert "11<small> of 11</small>" in text

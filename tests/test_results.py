@@ -85,6 +85,64 @@ def test_the_page_has_every_file_and_every_plot_and_no_number_of_its_own(load):
     assert not re.search(r"\d", load("results_page").HEAD)
 
 
+def held(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows_of(table, text):
+    """The cells of the README's table with that first line, below its head."""
+    lines = text.partition(f"{table}\n")[2].splitlines()[1:]
+    return [line.strip("| ").split(" | ") for line in lines[: lines.index("")]]
+
+
+def test_the_readme_s_tables_hold_what_was_measured():
+    """The three that are compared with peers, and the training; a cell is rounded from the file that stands above."""
+    text = (ROOT / "README.md").read_text()
+    peers = {row["case"]: row for row in held("attention_cpu")["peers"]}
+    shown = rows_of("| | ejkernel | torch 2.13 SDPA | jax.nn (xla) |", text)
+    assert len(shown) == 4
+    for call, *cells in shown:
+        kind, length = call.rsplit(", ", 1)
+        row = peers[f"{length} {kind.replace(' ', '')}"]
+        own, torch, jax_nn = (row[f"{name}_ms"] for name in ("ejkernel", "torch", "jax.nn"))
+        assert cells == [
+            f"{own:.0f} ms",
+            f"{torch:.0f} ms ({torch / own:.2f} ×)",
+            f"{jax_nn:.0f} ms ({jax_nn / own:.1f} ×)",
+        ]
+
+    names = ("ejkernel pallas", "jax.nn cudnn", "tokamax mosaic_gpu", "FlashAttention-4")
+    cells = {(c["implementation"], c["head_dim"], c["length"], c["causal"]): c for c in held("pallas_h200")["cells"]}
+    shown = rows_of(
+        "| head dim, length, mask | ejkernel | jax.nn (cuDNN) | tokamax (Mosaic) | FlashAttention-4 (torch) |", text
+    )
+    assert len(shown) >= 6
+    for call, *figures in shown:
+        dim, length, mask = call.split(", ")
+        found = [cells[name, int(dim), int(length[:-1]) * 1024, mask == "causal"] for name in names]
+        assert figures == [f"{c['forward_tflops']:.0f} / {c['backward_tflops']:.0f}" for c in found], call
+
+    served = {
+        (r["call"], r["implementation"]): r.get("terabytes_per_second") for r in held("page_attention_h200")["rows"]
+    }
+    calls = {
+        "64 sequences of 4k": "64 × 4k, pages of 64",
+        "1 sequence of 64k": "1 × 64k, pages of 64",
+        "128 sequences of 100 to 16k": "128 × 100–16k, pages of 64",
+        "32 sequences of 8k, dense cache": "dense 32 × 1 × 8k",
+    }
+    for call, *figures in rows_of("| TB/s | ejkernel | FlashAttention-4 (torch) | jax Pallas |", text):
+        peer = "FlashAttention-4" + " dense" * ("dense" in call)
+        found = [served.get((calls[call], name)) for name in ("ejkernel", peer, "jax Pallas")]
+        assert figures == ["–" if x is None else f"{x:.2f}" for x in found], call
+
+    runs = {name: held(f"train_{name}")["runs"] for name in ("cpu/train_decoder", "h200/train_decoder_350m")}
+    seconds = [run["cpu_seconds"] for run in runs["cpu/train_decoder"].values()]
+    assert "took {:.0f} s of CPU time, with jax.nn {:.0f} s".format(*seconds) in text
+    for run in runs["h200/train_decoder_350m"].values():
+        assert f"{run['tokens_per_second']:,.0f}" in text
+
+
 def result(**changed):
     """The smallest file."""
     return {"script": "s.py", "date": "2026-01-02", "device": "D", "versions": {"jax": "1"}, "rows": [{"call": "c", "ms": 1.5}], **changed}  # fmt: skip

@@ -39,6 +39,15 @@ def site(tmp_path_factory):
     return folder
 
 
+@functools.cache
+def hooks():
+    """The module that mkdocs calls."""
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Fetched(HTMLParser):
     """The addresses that a page makes a browser fetch."""
 
@@ -87,7 +96,11 @@ def every_public_name_is_described(site):
     for module in (callib, utils, xla_utils, fingerprint):
         wanted |= {f"{module.__name__}.{name}" for name in module.__all__}
     wanted |= {f"ejkernel.lab.{lab._MODULE_OF[name]}.{name}" for name in lab.__all__}
-    assert not sorted(wanted - ids)
+    folder = ROOT / "ejkernel" / "integrations"
+    own = {f"ejkernel.integrations.{path.stem}.{name}" for path in folder.glob("*.py") for name in hooks().listed(path)}
+    assert not sorted((wanted | own) - ids)
+    of_integrations = {name for name in ids if name and re.fullmatch(r"ejkernel\.integrations\.\w+\.\w+", name)}
+    assert of_integrations == own  # what the modules share among themselves is not public
 
 
 def pages_of_the_repository():
@@ -179,15 +192,12 @@ def test_pages_fit_the_screen_and_search_finds(site, width, scheme):
 
 
 def test_a_page_to_come_is_left_out_of_the_navigation():
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site" / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
     entries = [
         {"Home": "index.md"},
         {"Guide": [{"One": "one.md"}, {"Two": "two.md"}]},
         {"Empty": [{"Three": "three.md"}]},
     ]
-    assert hooks.present(entries, {"index.md", "two.md"}) == [{"Home": "index.md"}, {"Guide": [{"Two": "two.md"}]}]
-    assert hooks.repository_path("docs/operations/x.md", "../tuning.md#checks") == "docs/tuning.md"
+    assert hooks().present(entries, {"index.md", "two.md"}) == [{"Home": "index.md"}, {"Guide": [{"Two": "two.md"}]}]
+    assert hooks().repository_path("docs/operations/x.md", "../tuning.md#checks") == "docs/tuning.md"
     for elsewhere in ("https://example.org/a.md", "#part", "missing.md", "../../../etc/passwd"):
-        assert hooks.repository_path("docs/operations/x.md", elsewhere) is None
+        assert hooks().repository_path("docs/operations/x.md", elsewhere) is None

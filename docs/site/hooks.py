@@ -5,6 +5,7 @@ of public names. Whatever else a page links to (results, plots, scripts) is copi
 host needs them, relative to its place in the repository; here they are turned into the site's.
 """
 
+import ast
 import importlib
 import posixpath
 import re
@@ -84,8 +85,21 @@ def _page_of(home):
 
 
 def reference(title, words, identifiers):
-    """A page of the API."""
-    return "\n\n".join([f"# {title}", words, *(f"::: {identifier}" for identifier in identifiers)]) + "\n"
+    """A page of the API; of a module that lists its public names, these."""
+    blocks = []
+    for identifier in identifiers:
+        names = listed(ROOT / f"{identifier.replace('.', '/')}.py")
+        chosen = f"\n    options:\n      members: {names}" if names else ""
+        blocks.append(f"::: {identifier}{chosen}")
+    return "\n\n".join([f"# {title}", words, *blocks]) + "\n"
+
+
+def listed(path):
+    """The `__all__` of a module, which may need packages that are not installed."""
+    for node in ast.parse(path.read_text()).body if path.is_file() else ():
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
 
 
 # mkdocs calls these

@@ -19,7 +19,10 @@ from ejkernel.errors import InvalidInputError, how_to_install
 
 
 class Platform(enum.Enum):
-    """What a kernel is written in."""
+    """What a kernel is written in: ``XLA``, ``TRITON``, ``PALLAS``, ``CUDNN`` or ``CUDA``.
+
+    Arguments take the lower-case names too.
+    """
 
     XLA = "xla"
     TRITON = "triton"
@@ -29,7 +32,7 @@ class Platform(enum.Enum):
 
 
 class Backend(enum.Enum):
-    """What a kernel runs on."""
+    """What a kernel runs on: ``CPU``, ``GPU``, ``TPU``, or ``ANY`` of them. Arguments take the lower-case names too."""
 
     CPU = "cpu"
     GPU = "gpu"

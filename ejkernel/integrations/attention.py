@@ -16,6 +16,8 @@ from ejkernel.ops.attention import AttentionChecker
 from ejkernel.ops.dot_product_attention import dot_product_attention
 from ejkernel.ops.flash_attention import flash_attention
 
+__all__ = ["AttentionOptions"]
+
 _check = AttentionChecker("attention options")
 
 
@@ -56,65 +58,68 @@ class AttentionOptions:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        check: AttentionChecker,
-        mask: Array | None = None,
-        bias: Array | None = None,
-        top_left: bool = False,
-        dropout: tuple[float, Array | None] = (0.0, None),
-        same_dropout: bool = False,
-    ) -> Array:
-        """Attention of ``[B, S, H, D]`` arrays.
 
-        Args:
-            query, key, value: of one dtype.
-            check: of the caller, which errors name.
-            mask: boolean, four sizes that are those of ``[B, H, Sq, Sk]`` or 1.
-            bias: floats, likewise.
-            top_left: causal, with query ``i`` beside key ``i`` whatever the lengths are.
-            dropout: share of the weights to drop, and the seed that decides which; see ``dropout_of``.
-            same_dropout: drop the same ones in every batch entry and head.
-        """
-        check.main_arrays(query, key, value)
-        q_len, kv_len = query.shape[1], key.shape[1]
-        causal, window = self.causal, self.sliding_window
-        if q_len != kv_len and (causal or window != (None, None)):
-            self._check_lengths(check, q_len, kv_len, top_left)
-            mask, window = _beside_last(mask, window, kv_len)
-        share, seed = dropout
-        options: dict[str, Any] = {"logits_soft_cap": self.logits_soft_cap, "dropout_seed": seed}
+def attended(
+    options: AttentionOptions,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    check: AttentionChecker,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    top_left: bool = False,
+    dropout: tuple[float, Array | None] = (0.0, None),
+    same_dropout: bool = False,
+) -> Array:
+    """Attention of ``[B, S, H, D]`` arrays.
 
-        def attend(query, key, value, mask, bias):
-            if top_left and q_len != kv_len:
-                return dot_product_attention(
-                    query, key, value, bias, mask, scale=self.softmax_scale, is_causal=True,
-                    implementation=self.platform, dropout_rate=share, **options,
-                )  # fmt: skip
-            return flash_attention(
-                query, key, value, mask, bias, causal or top_left, self.softmax_scale, share,
-                sliding_window=window, platform=self.platform, **options,
+    Args:
+        options: of the module.
+        query, key, value: of one dtype.
+        check: of the caller, which errors name.
+        mask: boolean, four sizes that are those of ``[B, H, Sq, Sk]`` or 1.
+        bias: floats, likewise.
+        top_left: causal, with query ``i`` beside key ``i`` whatever the lengths are.
+        dropout: share of the weights to drop, and the seed that decides which; see ``dropout_of``.
+        same_dropout: drop the same ones in every batch entry and head.
+    """
+    check.main_arrays(query, key, value)
+    q_len, kv_len = query.shape[1], key.shape[1]
+    causal, window = options.causal, options.sliding_window
+    if q_len != kv_len and (causal or window != (None, None)):
+        _check_lengths(options, check, q_len, kv_len, top_left)
+        mask, window = _beside_last(mask, window, kv_len)
+    share, seed = dropout
+    more: dict[str, Any] = {"logits_soft_cap": options.logits_soft_cap, "dropout_seed": seed}
+
+    def attend(query, key, value, mask, bias):
+        if top_left and q_len != kv_len:
+            return dot_product_attention(
+                query, key, value, bias, mask, scale=options.softmax_scale, is_causal=True,
+                implementation=options.platform, dropout_rate=share, **more,
             )  # fmt: skip
+        return flash_attention(
+            query, key, value, mask, bias, causal or top_left, options.softmax_scale, share,
+            sliding_window=window, platform=options.platform, **more,
+        )  # fmt: skip
 
-        if share and same_dropout:
-            return _by_head(attend, query, key, value, mask, bias)
-        return attend(query, key, value, mask, bias)
+    if share and same_dropout:
+        return _by_head(attend, query, key, value, mask, bias)
+    return attend(query, key, value, mask, bias)
 
-    def _check_lengths(self, check: AttentionChecker, q_len: int, kv_len: int, top_left: bool) -> None:
-        name, value = ("causal", True) if self.causal else ("sliding_window", self.sliding_window)
-        if top_left:
-            check.fail(name, value, f"unset beside is_causal=True with {q_len} queries and {kv_len} keys")
-        if q_len > 1:
-            check.fail(
-                name,
-                value,
-                f"unset with {q_len} queries and {kv_len} keys, of which it is not known who is beside whom: "
-                "leave it out for this module and pass a mask",
-            )
+
+def _check_lengths(options: AttentionOptions, check: AttentionChecker, q_len: int, kv_len: int, top_left: bool) -> None:
+    name, value = ("causal", True) if options.causal else ("sliding_window", options.sliding_window)
+    if top_left:
+        check.fail(name, value, f"unset beside is_causal=True with {q_len} queries and {kv_len} keys")
+    if q_len > 1:
+        check.fail(
+            name,
+            value,
+            f"unset with {q_len} queries and {kv_len} keys, of which it is not known who is beside whom: "
+            "leave it out for this module and pass a mask",
+        )
 
 
 def dropout_of(

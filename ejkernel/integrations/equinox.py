@@ -12,7 +12,7 @@ from jax import Array
 
 from ejkernel.contracts.support import Platform
 from ejkernel.errors import MissingPackageError, how_to_install
-from ejkernel.integrations.attention import AttentionOptions, dropout_of
+from ejkernel.integrations.attention import AttentionOptions, attended, dropout_of
 from ejkernel.ops.attention import AttentionChecker
 from ejkernel.ops.core.checks import is_array, words
 
@@ -142,7 +142,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             mask = mask.reshape(1, -1, *lengths)
         dtype = jnp.result_type(*heads)
         inference = self.dropout.inference if inference is None else inference
-        out = self.options.attend(
+        out = attended(
+            self.options,
             *(x.astype(dtype)[None] for x in heads),
             check=_check,
             mask=mask,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ejkernel.errors import MissingPackageError, UnsupportedError, how_to_install
-from ejkernel.integrations.attention import AttentionOptions, dropout_of
+from ejkernel.integrations.attention import AttentionOptions, attended, dropout_of
 from ejkernel.integrations.recurrent import check_stack, recurrent_stack
 from ejkernel.ops.attention import AttentionChecker
 from ejkernel.ops.core.checks import Checker, is_array
@@ -126,7 +126,8 @@ class AttentionFn(AttentionOptions):
         if mask is not None:
             mask = _spread("mask", mask, full)
             mask = mask if mask.dtype == bool else mask != 0
-        out = self.attend(
+        out = attended(
+            self,
             query,
             key,
             value,
@@ -157,6 +158,7 @@ class AttentionFn(AttentionOptions):
 
 
 attention_fn: AttentionFn = AttentionFn()
+"""``AttentionFn`` without options: what the modules ask for, their masks included."""
 
 _LAYOUT = "[*batch, length, heads, head_dim]"
 

@@ -12,6 +12,8 @@ from ejkernel.contracts.support import Backend, Platform
 from ejkernel.ops.core.checks import Checker
 from ejkernel.ops.recurrent import BIASES, MATRICES, recurrent
 
+__all__ = ["recurrent_stack"]
+
 _check = Checker("recurrent_stack")
 
 

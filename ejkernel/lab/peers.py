@@ -32,7 +32,7 @@ def function(name: str, workload: Workload) -> tuple[Callable[[dict[str, Any]], 
     """
     made, framework = _PEERS[workload.operation][name]
     given = {*workload.arrays, *(n for n, v in workload.options.items() if v is not None and v is not False)}
-    others = sorted(given - _KNOWN[workload.operation] - {"platform", "backend"})
+    others = sorted(given - _KNOWN[workload.operation] - _MORE.get(name, set()) - {"platform", "backend"})
     if others:
         raise Absent(f"is compared only without {', '.join(others)}")
     return made(workload), framework
@@ -59,19 +59,31 @@ def _causal(workload: Workload, aligned: str) -> bool:
     """Whether a call is causal, for a peer that aligns the diagonal in this way."""
     causal = workload.options.get("causal", False)
     lengths = {workload.arrays[name].shape[1] for name in ("query", "key")}
-    if causal and aligned == "top-left" and len(lengths) > 1:
-        raise Absent("aligns a causal mask top-left, which differs where there are more keys than queries")
+    bounded = causal or workload.options.get("sliding_window") is not None
+    if bounded and aligned == "top-left" and len(lengths) > 1:
+        raise Absent("aligns causality and windows top-left, which differs where there are more keys than queries")
     return causal
+
+
+def _window(workload: Workload) -> tuple[int, int] | None:
+    """A static window with two bounds, for a peer that knows no others."""
+    if "sliding_window" in workload.arrays:
+        raise Absent("is compared only with windows that are no arrays")
+    window = workload.options.get("sliding_window")
+    sides = window if isinstance(window, tuple) else (window, window)
+    longest = max(workload.arrays[name].shape[1] for name in ("query", "key"))
+    return None if window is None else tuple(longest if side is None else side for side in sides)
 
 
 def _jax_nn(implementation: str) -> Callable:
     def made(workload: Workload) -> Callable:
         if implementation == "cudnn":
             _gpu("cuDNN")
-        causal = _causal(workload, "top-left")
+        causal, window, scale = _causal(workload, "top-left"), _window(workload), workload.options.get("softmax_scale")
         return lambda x: jax.nn.dot_product_attention(
-            x["query"], x["key"], x["value"], is_causal=causal, implementation=implementation
-        )
+            x["query"], x["key"], x["value"], is_causal=causal, local_window_size=window,
+            scale=x.get("softmax_scale", scale), implementation=implementation,
+        )  # fmt: skip
 
     return made
 
@@ -196,3 +208,5 @@ _KNOWN: dict[str, set[str]] = {
     "grouped_matmul": {"a", "b", "group_sizes"},
     **{name: {"tokens", "router", "gate_up", "down", "chosen"} for name in LAYERS},
 }
+# And what a peer of that name knows beside them.
+_MORE: dict[str, set[str]] = {name: {"sliding_window", "softmax_scale"} for name in ("jax.nn", "jax.nn cuDNN")}

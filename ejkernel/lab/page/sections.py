@@ -88,7 +88,8 @@ def _speed_up(rows: Rows) -> list[Card]:
     compared = compare(rows)
     if not compared:
         return []
-    best, worst = max(compared, key=lambda c: c.ratio), min(compared, key=lambda c: c.ratio)
+    steady = [c for c in compared if not (c.ours.get("flags") or c.peer.get("flags"))]
+    best, worst = max(steady or compared, key=lambda c: c.ratio), min(compared, key=lambda c: c.ratio)
     name = {
         "faster": "Best speed-up over the best peer",
         "level": "Level with the best peer, at best",
