@@ -10,7 +10,7 @@ from cases import each_case, named
 from conftest import SHORT
 from examples import each_example
 
-from ejkernel import FwdParams, flash_attention, overlay
+from ejkernel import FwdParams, flash_attention, overlay, page_attention, page_update
 from ejkernel.ops.core import operation
 
 pytestmark = pytest.mark.typed
@@ -60,6 +60,21 @@ def test_an_overlay_reaches_functions_jitted_before(monkeypatch):
 def test_numpy_arrays_and_weak_types():
     x = np.ones((1, 4, 2, 8), np.float32)
     np.testing.assert_allclose(flash_attention(x, x, x), x, rtol=1e-6)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """Static ones, as Python's are: of no type that is not annotated."""
+    x = np.linspace(-1, 1, 1 * 4 * 2 * 8, dtype=np.float32).reshape(1, 4, 2, 8)
+    numbers = {"softmax_scale": 0.5, "logits_soft_cap": 2.0, "dropout_prob": 0.25, "dropout_seed": 7}
+    of_numpy = {n: np.int32(v) if isinstance(v, int) else np.float32(v) for n, v in numbers.items()}
+    np.testing.assert_array_equal(flash_attention(x, x, x, **of_numpy), flash_attention(x, x, x, **numbers))
+    cache, where = jnp.ones((2, 2, 4, 8), jnp.int8), (jnp.array([3]), jnp.array([[1]]))
+    token = x[0, :1]
+    outs = []
+    for scales in ({"k_scale": 0.5, "v_scale": 3.0}, {"k_scale": np.float32(0.5), "v_scale": np.float32(3)}):
+        written = page_update(cache, cache, token, token, *where, **scales)
+        outs.append(page_attention(token, *written, *where, **scales))
+    np.testing.assert_array_equal(*outs)
 
 
 def test_forward_mode_is_refused_by_jax_not_wrong():

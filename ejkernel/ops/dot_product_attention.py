@@ -30,16 +30,16 @@ def dot_product_attention(
     bias: Num[AnyArray, "..."] | None = None,
     mask: Bool[AnyArray, "..."] | None = None,
     *,
-    scale: float | int | Num[AnyArray, ""] | None = None,
+    scale: float | int | np.number | Num[AnyArray, ""] | None = None,
     is_causal: bool | np.bool_ = False,
     query_seq_lengths: Int32[AnyArray, "..."] | Sequence[int] | None = None,
     key_value_seq_lengths: Int32[AnyArray, "..."] | Sequence[int] | None = None,
     local_window_size: Side | Sequence[Side] = None,
     implementation: Platform | str | None = None,
     return_residual: bool = False,
-    dropout_rate: float | int = 0.0,
-    dropout_seed: int | Num[AnyArray, ""] | None = None,
-    logits_soft_cap: float | int | None = None,
+    dropout_rate: float | int | np.number = 0.0,
+    dropout_seed: int | np.integer | Num[AnyArray, ""] | None = None,
+    logits_soft_cap: float | int | np.number | None = None,
 ) -> Float[Array, "*batch q_len heads head_dim"] | tuple[Array, Array]:
     """What ``jax.nn.dot_product_attention`` computes, in memory that grows with the length, not with its square.
 

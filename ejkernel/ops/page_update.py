@@ -37,8 +37,8 @@ def page_update(
     block_tables: Integer[AnyArray, "batch max_blocks"],
     *,
     cum_seqlens_q: Integer[AnyArray, " offsets"] | None = None,
-    k_scale: float | int | Float[AnyArray, "..."] | None = None,
-    v_scale: float | int | Float[AnyArray, "..."] | None = None,
+    k_scale: float | int | np.number | Float[AnyArray, "..."] | None = None,
+    v_scale: float | int | np.number | Float[AnyArray, "..."] | None = None,
 ) -> tuple[Array, Array]:
     """Write the newest tokens of each sequence where ``page_attention`` with the same arguments reads them.
 
