@@ -209,16 +209,21 @@ def taken(cases, dtypes="main"):
     return [(subject, case) for subject, case in pairs if case is not None]
 
 
-def each_case(cases, *, dtypes="main", short=(), again=lambda subject, case: False):
+def each_case(cases, *, dtypes="main", short=(), compiled=None, again=lambda subject, case: False):
     """Parameters ``subject, case`` of a test.
 
-    ``short``: the names of the cases that interpreters run in ``make test``; ``again``: which they run in
-    ``make test-full`` alone.
+    ``short``: the names of the cases that interpreters run in ``make test``; ``compiled``: of those that other kernels run
+    there, all if None; ``again``: which interpreters run in ``make test-full`` alone.
     """
+
+    def slow(subject, case):
+        kept = short if subject.interpreted else compiled
+        return kept is not None and case.name not in kept
+
     return pytest.mark.parametrize(
         ("subject", "case"),
         [
-            parameter(subject, case, slow=subject.interpreted and case.name not in short, again=again(subject, case))
+            parameter(subject, case, slow=slow(subject, case), again=again(subject, case))
             for subject, case in taken(cases, dtypes)
         ],
     )

@@ -67,7 +67,7 @@ def test_flash_attention(subject, case, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-@each_example(main=True, interpreted="never")
+@each_example(main=True, interpreted="never", short="last")
 def test_every_operation(subject, example, how):
     arrays = example.arrays(subject.dtype)
 

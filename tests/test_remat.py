@@ -68,7 +68,7 @@ def test_layers_under_scan(subject):
     assert jnp.abs(expected).max() > 1e-3
 
 
-@each_example(main=True, differentiates=True)
+@each_example(main=True, differentiates=True, short="last")
 def test_every_operation(subject, example):
     if subject.in_pallas_interpreter:
         pytest.skip("jax.checkpoint refuses the effects of Pallas' interpreters")

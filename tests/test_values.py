@@ -34,9 +34,13 @@ def check(subject, case, **more):
         assert_close(found, expected[1], subject.dtype, what=f"{case} lse")
 
 
-# test_gradients.py looks at values too, of the same cases: `make test` and CI leave those of interpreted kernels to it, and
-# those of other operations that are neither first nor last.
-@each_case([*single_feature_cases(OPERATION.features), *COMBINED], again=lambda subject, case: True)
+# test_gradients.py looks at values too, of the same cases: `make test` leaves most to it, and CI those of interpreted kernels;
+# of other operations those that are neither first nor last.
+@each_case(
+    [*single_feature_cases(OPERATION.features), *COMBINED],
+    compiled=("plain", "everything", "everything_packed"),
+    again=lambda subject, case: True,
+)
 def test_values(subject, case):
     check(subject, case)
 
