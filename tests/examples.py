@@ -18,7 +18,6 @@ from tolerances import assert_close
 
 import ejkernel
 
-
 # What `make test` leaves out on XLA: an operation's last example has all of it, or it is about tiles of GPU kernels.
 REPEATED = {
     *(f"page_attention-{name}" for name in ("window", "soft_cap", "sinks", "value_dim", "only_itself")),
