@@ -283,17 +283,17 @@ def flash_cells():
 SEQUENCES, CONTEXT, KEYS, DIM = 64, 4096, 1024, 128
 
 
-def paged_arrays(page, dtype):
+def paged_arrays(page, dtype, dim):
     """Query, caches with blocks first, lengths and tables of decoding."""
     pages = CONTEXT // page
-    cache = abstract(SEQUENCES * pages, KV_HEADS, page, DIM, dtype=dtype)
+    cache = abstract(SEQUENCES * pages, KV_HEADS, page, dim, dtype=dtype)
     tables = abstract(SEQUENCES, pages, dtype=jnp.int32)
-    return abstract(SEQUENCES, HEADS, DIM), cache, cache, abstract(SEQUENCES, dtype=jnp.int32), tables
+    return abstract(SEQUENCES, HEADS, dim), cache, cache, abstract(SEQUENCES, dtype=jnp.int32), tables
 
 
-def of_keys(cycles, keys, item, busy=0.0):
+def of_keys(cycles, keys, item, dim, busy=0.0):
     """The count of a step that takes so many keys of all heads."""
-    copied = 2 * KEYS * KV_HEADS * DIM * item
+    copied = 2 * KEYS * KV_HEADS * dim * item
     return Count(cycles * KEYS / keys, busy, SEQUENCES * CONTEXT // KEYS, copied)
 
 
@@ -305,8 +305,8 @@ def inner_loop(schedule, least=0.6):
     return branch
 
 
-def our_pages(page, dtype):
-    arrays = paged_arrays(page, dtype)
+def our_pages(page, dtype, dim):
+    arrays = paged_arrays(page, dtype, dim)
 
     def build(generation):
         from ejkernel import page_attention
@@ -327,20 +327,20 @@ def our_pages(page, dtype):
         busy = products[0].busy["MXU"] * products[0].cycles / cycles
         # Where two cores share the heads, each takes a step for its own.
         steps = KV_HEADS // params.blocksize_heads
-        return of_keys(cycles * steps, params.kv_blocksize, jnp.dtype(dtype).itemsize, busy)
+        return of_keys(cycles * steps, params.kv_blocksize, jnp.dtype(dtype).itemsize, dim, busy)
 
     return build, count, ("page_attention", arrays, {})
 
 
-def jax_paged(page, dtype):
+def jax_paged(page, dtype, dim):
     """jax's paged_attention, whose grid has an axis of key heads."""
     block = 2048
 
     def build(generation):
         from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
-        query, cache, _, lengths, tables = paged_arrays(page, dtype)
-        cache = abstract(KV_HEADS, cache.shape[0], page, DIM, dtype=dtype)
+        query, cache, _, lengths, tables = paged_arrays(page, dtype, dim)
+        cache = abstract(KV_HEADS, cache.shape[0], page, dim, dtype=dtype)
         run = functools.partial(paged_attention, pages_per_compute_block=block // page)
         return run, (query, cache, cache, lengths, tables)
 
@@ -348,40 +348,50 @@ def jax_paged(page, dtype):
         schedule = named(schedules, "paged_attention")
         # Of the parts one asks for the next block's pages; the others are for the first block.
         cycles = schedule.overhead + max(leaf.cycles for leaf in schedule.leaves())
-        return of_keys(cycles * KV_HEADS, block, jnp.dtype(dtype).itemsize)
+        return of_keys(cycles * KV_HEADS, block, jnp.dtype(dtype).itemsize, dim)
 
     return build, count
 
 
-def jax_ragged_paged(page, dtype):
+def jax_ragged_paged(page, dtype, dim):
     """jax's ragged_paged_attention, with the blocks that took the fewest cycles of some that were tried."""
     block, queries = 512, 8
 
     def build(generation):
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-        query, cache, _, lengths, tables = paged_arrays(page, dtype)
-        cache = abstract(cache.shape[0], page, 2 * KV_HEADS, DIM, dtype=dtype)
+        query, cache, _, lengths, tables = paged_arrays(page, dtype, dim)
+        cache = abstract(cache.shape[0], page, 2 * KV_HEADS, dim, dtype=dtype)
         starts = abstract(SEQUENCES + 1, dtype=jnp.int32)
         run = functools.partial(
-            ragged_paged_attention, sm_scale=DIM**-0.5, num_kv_pages_per_block=block // page,
+            ragged_paged_attention, sm_scale=dim**-0.5, num_kv_pages_per_block=block // page,
             num_queries_per_block=queries, vmem_limit_bytes=64 * 2**20,
         )  # fmt: skip
         return run, (query, cache, lengths, tables, starts, abstract(1, dtype=jnp.int32))
 
     def count(schedules, generation):
         loop = inner_loop(named(schedules, "ragged_paged_attention"))
-        return of_keys(loop.cycles, block, jnp.dtype(dtype).itemsize)
+        return of_keys(loop.cycles, block, jnp.dtype(dtype).itemsize, dim)
 
     return build, count
 
 
+PAGES = (
+    *((page, "bfloat16", 128) for page in (16, 32, 128)),
+    (64, "int8", 128), (64, "float8_e4m3fn", 128),
+    # Tokens as columns: XLA lays these caches out so, and no other kernel takes them as they lie.
+    (128, "bfloat16", 64), (128, "bfloat16", 80), (128, "int8", 64), (128, "float8_e4m3fn", 64),
+)  # fmt: skip
+
+
 def page_cells():
     peers = (("jax paged_attention", jax_paged), ("jax ragged_paged_attention", jax_ragged_paged))
-    for page, dtype in ((16, "bfloat16"), (32, "bfloat16"), (128, "bfloat16"), (64, "int8"), (64, "float8_e4m3fn")):
-        call = f"decoding, pages of {page}, {dtype}, 1024 keys of 8 heads"
-        for name, make in ((OURS, our_pages), *(peers if dtype == "bfloat16" and page > 16 else ())):
-            yield Cell("page_attention", call, name, "forward", *make(page, jnp.dtype(dtype)))
+    for page, dtype, dim in PAGES:
+        dims = "" if dim == DIM else f"head dim {dim}, "
+        call = f"decoding, pages of {page}, {dtype}, {dims}1024 keys of 8 heads"
+        asked = dtype == "bfloat16" and page > 16 and dim == DIM
+        for name, make in ((OURS, our_pages), *(peers if asked else ())):
+            yield Cell("page_attention", call, name, "forward", *make(page, jnp.dtype(dtype), dim))
 
 
 # Grouped matmul: the step that adds to a tile of the result, all with the same tiles

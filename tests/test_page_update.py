@@ -95,6 +95,32 @@ def test_entries_below_0_write_nothing():
         assert_bits(new, expected(cache, stored, where))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("lens", "offsets"),
+    [([200, 0, 131, 384], None), ([201, 202, 203, 200], None), ([200, 0, 260, 384], [0, 70, 70, 330, 331])],
+    ids=["decode", "tokens of one page", "packed"],
+)
+def test_by_page_is_by_token(lens, offsets, dtype):
+    """What a TPU runs where tokens are columns: no token is lost, and what is not written keeps its bits."""
+    rng, count = np.random.default_rng(0), 335 if offsets else 4
+    tables = rng.permutation(16)[:12].reshape(4, 3)
+    tables[1] = tables[0]  # several tokens of a page beside each other
+    bits = rng.integers(0, 256, (14, HEADS, 128, DIM * jnp.dtype(dtype).itemsize), np.uint8)
+    cache, stored = jnp.asarray(bits.view(jnp.dtype(dtype))), numbers((count, HEADS, DIM)).astype(dtype)
+    at = module._slots(cache, stored, *(x if x is None else jnp.asarray(x) for x in (lens, tables, offsets)))
+    assert np.unique(np.asarray(at.blocks)[np.asarray(at.blocks) < 14]).size <= at.pages
+
+    def written(write):
+        after, pull = jax.vjp(lambda *pair: write(*pair, at), cache, stored)
+        return [after] if dtype in NARROW else [after, *pull(jnp.cos(jnp.arange(after.size)).reshape(after.shape))]
+
+    by_page, by_token = (jax.jit(written, static_argnums=0)(f) for f in (module._by_page, module._by_token))
+    assert (np.asarray(by_token[0]) != np.asarray(cache)).any()
+    for x, y in zip(by_page, by_token, strict=True):
+        assert_bits(x, np.asarray(y))
+
+
 @pytest.mark.parametrize(
     ("lens", "chunks"), [pytest.param([13, 0, 7], None, marks=slow), ([13, 0, 7], [5, 0, 7])], ids=["decode", "packed"]
 )

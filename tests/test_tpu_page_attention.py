@@ -31,6 +31,7 @@ OPERATION = kernel_registry.operation("page_attention")
 LENS, CHUNKS = [300, 0, 33, 40], [20, 0, 1, 40]
 # Arguments of ``examples_page_attention.make`` beside those below, then those of the call.
 WIDE = {"dim": 32, "max_blocks": 20, "size": 16, "kv_heads": 2}
+WHOLE = {"size": 128, "max_blocks": 3}
 CALLS = {
     "decoding": ({"chunks": None, "group": 4}, {}),
     "chunks": ({"group": 4, "padding": 5}, {}),
@@ -40,7 +41,17 @@ CALLS = {
     "sinks and a cap": ({"group": 4, "sinks": "own", "padding": 3}, {"logits_soft_cap": 3.0}),
     "value dim": ({"chunks": None, "value_dim": 160}, {"softmax_scale": 0.3}),
     "pages of 48": ({"size": 48, "max_blocks": 7, "group": 6}, {"sliding_window": (100, 0)}),
-    "parts of pages": ({"size": 384, "max_blocks": 1, "group": 2}, {}),
+    "parts of pages": ({"size": 384, "max_blocks": 1, "group": 2, "dim": 128}, {}),
+    "traced window": ({"chunks": None, "group": 2, "traced_window": 40}, {}),
+    "chunks in a traced window": ({"group": 3, "traced_window": 40, "padding": 2}, {}),
+    # Pages of so many tokens have them as columns if the head dim fills no lanes.
+    "columns": ({"chunks": None, "group": 4, **WHOLE}, {}),
+    "columns of chunks in a window": ({"group": 3, **WHOLE}, {"sliding_window": (40, 0)}),
+    "columns of keys": ({"chunks": None, "dim": 192, "value_dim": 128, **WHOLE}, {}),
+    "columns of values": ({"dim": 128, "value_dim": 24, **WHOLE}, {"logits_soft_cap": 3.0}),
+    "columns of parts of pages": ({"size": 384, "max_blocks": 1, "group": 2, "dim": 40}, {}),
+    "columns of int8": ({"chunks": None, "cache": "int8", "scales": "own", "group": 2, **WHOLE}, {}),
+    "columns of e4m3": ({"cache": "float8_e4m3fn", "scales": "own", "dim": 80, "group": 2, **WHOLE}, {}),
     "int8": ({"chunks": None, "cache": "int8", "scales": "own", "size": 32, "max_blocks": 10, "group": 2}, {}),
     "e4m3": ({"cache": "float8_e4m3fn", "scales": "scalar", "group": 2}, {}),
     "e4m3 decoding": ({"chunks": None, "cache": "float8_e4m3fn", "scales": "own", "group": 2}, {"sliding_window": 200}),
@@ -57,7 +68,7 @@ def make(name, dtype="float32", lens=LENS, **changed):
     sizes, options = CALLS[name]
     sizes = {"chunks": CHUNKS, **WIDE, **sizes, **changed}
     arrays = pages.make(lens, **sizes)(np.random.default_rng(0))
-    left = options.get("sliding_window", max(lens))
+    left = options.get("sliding_window", sizes.get("traced_window", max(lens)))
     left = left[0] if isinstance(left, tuple) else left
     floating = sizes.get("cache") != "int8"
     arrays |= {name: np.array(arrays[name]) for name in ("key_cache", "value_cache")}
@@ -79,6 +90,8 @@ def prepare(arrays, options):
     bound.apply_defaults()
     arguments = OPERATION.normalise(dict(bound.arguments))
     spec = OPERATION.bind(arguments).spec
+    if "sliding_window" in arrays:
+        arguments["window_left"] = arrays["sliding_window"]  # abstract in what selection reads
     return OPERATION.prepare(arguments, spec), spec
 
 
@@ -121,7 +134,7 @@ def test_bfloat16(name, capfd):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", some(["decoding", "chunks"], "decoding"))
+@pytest.mark.parametrize("name", some(["decoding", "chunks", "columns"], "decoding"))
 def test_copies_that_happen_at_once_on_two_cores(name, capfd):
     """A copy may finish when it is asked for or when it is waited for: what overwrites a buffer too early shows in the first."""
     interpreted(*make(name), capfd, cores=2, mode="eager")
@@ -132,7 +145,7 @@ def test_copies_that_happen_at_once_on_two_cores(name, capfd):
 @pytest.mark.parametrize(
     "params", [{"num_stages": 4}, {"kv_blocksize": 256}, {"blocksize_heads": 2, "num_stages": 3}], ids=str
 )
-@pytest.mark.parametrize("name", ["decoding", "chunks in a window"])
+@pytest.mark.parametrize("name", ["decoding", "chunks in a window", "columns of chunks in a window"])
 def test_other_sizes(name, params, capfd):
     interpreted(*make(name), capfd, dataclasses.replace(SMALL, **params), cores=2)
 
@@ -167,13 +180,15 @@ def test_examples_of_a_vmap(capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["key_cache", "value_cache"])
 @pytest.mark.parametrize("token", [5, 299], ids=["in a full step", "in the last step"])
-def test_a_nan_of_e4m3_that_is_seen_shows(cache, token):
+@pytest.mark.parametrize("sizes", [{}, {**WHOLE, "dim": 80}], ids=["rows", "columns"])
+def test_a_nan_of_e4m3_that_is_seen_shows(cache, token, sizes):
     """Its bits are another number's in the form that hardware unpacks. -0, which is NaN there, is 0."""
-    arrays, _ = make("e4m3", chunks=None)
-    page = int(arrays["block_tables"][0, token // 16])
+    arrays, _ = make("e4m3", chunks=None, **sizes)
+    size = arrays[cache].shape[2]
+    page = int(arrays["block_tables"][0, token // size])
     stored = np.array(arrays[cache]).view(np.uint8)
-    stored[page, 0, token % 16, 3] = 0xFF
-    stored[page, 1, token % 16, 4] = 0x80
+    stored[page, 0, token % size, 3] = 0xFF
+    stored[page, 1, token % size, 4] = 0x80
     arrays[cache] = jnp.asarray(stored.view(np.asarray(arrays[cache]).dtype))
     prepared, spec = prepare(arrays, {})
     out, lse = (np.asarray(x[0]) for x in forward(prepared, spec, SMALL, interpret=pltpu.InterpretParams()))
@@ -235,7 +250,7 @@ def explained(**more):
 
 @pytest.mark.parametrize(
     ("sizes", "platform"),
-    [({}, "pallas"), ({"cache": "int8"}, "pallas"), ({"dim": 64}, "xla"), ({"page": 24}, "xla")],
+    [({}, "pallas"), ({"cache": "int8"}, "pallas"), ({"dim": 64}, "pallas"), ({"page": 24}, "xla")],
     ids=str,
 )
 def test_what_runs_on_a_tpu(sizes, platform):
@@ -262,14 +277,14 @@ for topology in {topologies!r}:
             compiled = jax.jit(lambda a: page_attention(**a, **options, platform="pallas", return_lse=True)).lower(arrays).compile()
         told = compiled.memory_analysis()
         print("TOLD", json.dumps([topology, name, told.temp_size_in_bytes, compiled.cost_analysis()["flops"]]), flush=True)
-    for dtype, packed in {updates!r}:
-        arrays, scales = t.update_call(dtype, packed)
+    for update in {updates!r}:
+        arrays, scales = t.update_call(*update)
         arrays = {{k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for k, x in arrays.items()}}
         caches = {{k: arrays.pop(k) for k in ("key_cache", "value_cache")}}
         with target(device):
             run = jax.jit(lambda caches, a: page_update(**caches, **a, **scales), donate_argnums=0)
             told = run.lower(caches, arrays).compile().memory_analysis()
-        print("WROTE", json.dumps([dtype, packed, told.temp_size_in_bytes, told.alias_size_in_bytes]), flush=True)
+        print("WROTE", json.dumps([update, told.temp_size_in_bytes, told.alias_size_in_bytes]), flush=True)
 """
 COMPILED_CALLS = {
     "decoding": ({}, {}),
@@ -290,6 +305,12 @@ COMPILED_CALLS = {
     "one head": ({"kv_heads": 1}, {}),
     "head dim 256": ({"dim": 256, "heads": 16}, {}),
     "head dim 64": ({"dim": 64}, {}),
+    "traced window": ({"traced_window": True, "tokens": 2048}, {}),
+    "columns": ({"dim": 64, "page": 128}, {}),
+    "columns of chunks": ({"dim": 80, "page": 256, "tokens": 2048, "sinks": True}, {"logits_soft_cap": 30.0}),
+    "columns of int8": ({"dim": 96, "page": 128, "cache": "int8", "scales": True}, {}),
+    "columns of e4m3": ({"dim": 64, "page": 512, "cache": "float8_e4m3fn", "scales": True}, {"sliding_window": 1000}),
+    "columns of float32": ({"dim": 192, "page": 128, "dtype": "float32"}, {}),
     "long tables": ({"max_blocks": 8192, "batch": 256, "blocks": 64}, {}),
 }
 
@@ -297,7 +318,8 @@ COMPILED_CALLS = {
 def compiled_call(name):
     sizes, options = COMPILED_CALLS[name]
     sizes = dict(sizes)
-    sinks, scales, blocks = sizes.pop("sinks", False), sizes.pop("scales", False), sizes.pop("blocks", None)
+    sinks, scales, window = (sizes.pop(name, False) for name in ("sinks", "scales", "traced_window"))
+    blocks = sizes.pop("blocks", None)
     arrays = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in shapes(**sizes).items()}
     if "query_starts" in arrays:
         arrays["cum_seqlens_q"] = arrays.pop("query_starts")
@@ -306,6 +328,8 @@ def compiled_call(name):
             k: jax.ShapeDtypeStruct((blocks, *x.shape[1:]), x.dtype) for k, x in arrays.items() if k.endswith("_cache")
         }
     heads, kv_heads = arrays["query"].shape[1], arrays["key_cache"].shape[1]
+    if window:
+        arrays["sliding_window"] = jax.ShapeDtypeStruct((), jnp.int32)
     if sinks:
         arrays["softmax_aux"] = jax.ShapeDtypeStruct((heads, 2), jnp.float32)
     if scales:
@@ -313,11 +337,14 @@ def compiled_call(name):
     return arrays, options
 
 
-def update_call(dtype, packed):
-    """Arguments of ``page_update``: the caches take 64 MiB each at least."""
+def update_call(dtype, packed, page=32, dim=128):
+    """Arguments of ``page_update``: caches of 1 GiB each at least, which no vector memory holds a copy of."""
     tokens, kind = 1024 if packed else 64, "bfloat16" if jnp.dtype(dtype).itemsize == 1 else dtype
-    arrays = {name: jax.ShapeDtypeStruct((2048, 8, 32, 128), dtype) for name in ("key_cache", "value_cache")}
-    arrays |= {name: jax.ShapeDtypeStruct((tokens, 8, 128), kind) for name in ("key", "value")}
+    arrays = {
+        name: jax.ShapeDtypeStruct((2**30 // (8 * page * dim), 8, page, dim), dtype)
+        for name in ("key_cache", "value_cache")
+    }
+    arrays |= {name: jax.ShapeDtypeStruct((tokens, 8, dim), kind) for name in ("key", "value")}
     arrays |= {
         "context_lens": jax.ShapeDtypeStruct((64,), jnp.int32),
         "block_tables": jax.ShapeDtypeStruct((64, 32), jnp.int32),
@@ -328,9 +355,10 @@ def update_call(dtype, packed):
 
 
 UPDATES = [
-    (dtype, packed)
+    (dtype, packed, *sizes)
     for dtype in ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
     for packed in (False, True)
+    for sizes in ((32, 128), (128, 64))
 ]
 
 
@@ -346,10 +374,10 @@ def compiled(topologies, names, updates=()):
     assert len(told) == len(topologies) * len(names)
     wrote = [json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("WROTE")]
     assert len(wrote) == len(topologies) * len(updates)
-    for dtype, packed, temporary, alias in wrote:
-        # Tokens and indices, never a cache.
-        assert temporary < 2**24, (dtype, packed, temporary)
-        assert alias >= 2**27, (dtype, packed, alias)
+    for update, temporary, alias in wrote:
+        # Tokens, pages that they are in, and indices, never a cache.
+        assert temporary < (2**24 if update[2] == 32 else 2**28), (update, temporary)
+        assert alias >= 2**31, (update, alias)
     return told
 
 
@@ -372,7 +400,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 @pytest.mark.compiled
 def test_it_compiles():
     """The kernel, and ``page_update``, which writes to the caches in place."""
-    check_compiled(compiled(["v5e:2x2"], ["decoding"], [("int8", True)]))
+    check_compiled(compiled(["v5e:2x2"], ["decoding", "columns"], [("int8", True, 128, 64)]))
 
 
 @needs_libtpu

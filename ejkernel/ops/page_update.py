@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer, Num
 
 from ejkernel.errors import UnsupportedError
+from ejkernel.kernels.common.page_columns import tokens_are_columns
 from ejkernel.kernels.common.query_tiles import sequences
 from ejkernel.ops.core.checks import Checker
 from ejkernel.ops.core.operation import AnyArray
@@ -43,7 +46,8 @@ def page_update(
     """Write the newest tokens of each sequence where ``page_attention`` with the same arguments reads them.
 
     Inside a ``jit`` whose caches are donated nothing is copied: only the new tokens are written. (But for caches of float8 on a
-    CPU, and of bfloat16 until jax 0.10, which XLA copies there.)
+    CPU, and of bfloat16 until jax 0.10, which XLA copies there, and on a TPU where neither pages nor head dim are multiples of 128:
+    docs/tpu.md.)
 
     Args:
         key_cache, value_cache: ``[num_blocks, Hkv, block_size, D]`` and ``[num_blocks, Hkv, block_size, Dv]``.
@@ -107,38 +111,59 @@ def _update(key_cache, value_cache, key, value, context_lens, block_tables, offs
         return _written(key_cache, key, k_scale, at), _written(value_cache, value, v_scale, at)
 
 
-def _slots(cache: Array, key: Array, lens: Any, tables: Any, offsets: Any) -> tuple[Array, Array]:
-    """The block and the slot of each token, ``[T]``; blocks past the end, each another, for what is not written."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("blocks", "slots"), meta_fields=("pages",))
+@dataclass(frozen=True)
+class _Slots:
+    """The block and the slot of each token, ``[T]``; blocks past the end, each another, for what is not written.
+
+    ``pages``: as many as are written to at most.
+    """
+
+    blocks: Array
+    slots: Array
+    pages: int
+
+
+def _slots(cache: Array, key: Array, lens: Any, tables: Any, offsets: Any) -> _Slots:
     blocks, _, block_size, _ = cache.shape
     tokens = key.shape[0]
     token = jnp.arange(tokens, dtype=jnp.int32)
     none = blocks + token
+    # A sequence's tokens fill pages but for the first and the last.
+    pages = tokens if offsets is None else min(tokens, tokens // block_size + 2 * tables.shape[0])
     if 0 in tables.shape:
-        return none, jnp.zeros_like(token)
+        return _Slots(none, jnp.zeros_like(token), pages)
     arrays = {"query": key, **placement(lens, tables, offsets, tokens, block_size)}
     s = sequences({name: array[None] for name, array in arrays.items()})
     owner, owned = s.owner() if s.packed else (token, True)
     position = s.lens[owner] - s.count[owner] + token - s.begin[owner]
     entry = s.tables[owner, jnp.clip(position // block_size, 0, s.tables.shape[1] - 1)]
     writes = owned & (position >= 0) & (entry >= 0) & (entry < blocks)
-    return jnp.where(writes, entry, none), position % block_size
+    return _Slots(jnp.where(writes, entry, none), position % block_size, pages)
 
 
-def _written(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array, Array]) -> Array:
+def _written(cache: Array, tokens: Array, scale: Array | None, at: _Slots) -> Array:
     """The cache with the tokens in their slots."""
     if jnp.dtype(cache.dtype).name in NARROW_CACHES:
         return _quantised(cache, tokens, scale, at)
     return _scattered(cache, _divided(tokens, scale).astype(cache.dtype), at)
 
 
-def _scattered(cache: Array, stored: Array, at: tuple[Array, Array]) -> Array:
-    blocks, slots = at
+def _scattered(cache: Array, stored: Array, at: _Slots) -> Array:
+    if not tokens_are_columns(cache):
+        return _by_token(cache, stored, at)
+    return lax.platform_dependent(
+        cache, stored, tpu=lambda *pair: _by_page(*pair, at), default=lambda *pair: _by_token(*pair, at)
+    )
+
+
+def _by_token(cache: Array, stored: Array, at: _Slots) -> Array:
     # One index a token and a head, and heads as a batch: with slices over all heads a TPU's compiler turns the cache over, which copies it;
     # with heads as indices a mesh's devices that share them would gather the tokens.
-    at = jnp.broadcast_to(jnp.stack([blocks, slots], -1)[:, None], (*stored.shape[:2], 2))
+    places = jnp.broadcast_to(jnp.stack([at.blocks, at.slots], -1)[:, None], (*stored.shape[:2], 2))
     return lax.scatter(
         cache,
-        at,
+        places,
         stored,
         lax.ScatterDimensionNumbers(
             update_window_dims=(2,),
@@ -152,7 +177,32 @@ def _scattered(cache: Array, stored: Array, at: tuple[Array, Array]) -> Array:
     )
 
 
-def _as_bytes(cache: Array, stored: Array, at: tuple[Array, Array]) -> Array:
+def _by_page(cache: Array, stored: Array, at: _Slots) -> Array:
+    """The same by whole pages, which are taken, mended and put back: to write columns a TPU's compiler turns the cache over."""
+    blocks, size, count = cache.shape[0], cache.shape[2], stored.shape[0]
+    order = jnp.argsort(at.blocks).astype(jnp.int32)
+    block = at.blocks[order]
+    first = (block < blocks) & jnp.concatenate([jnp.ones(1, bool), block[1:] != block[:-1]])
+    run = jnp.where(block < blocks, jnp.cumsum(first) - 1, at.pages)
+    none = blocks + jnp.arange(at.pages, dtype=jnp.int32)
+    page = none.at[jnp.where(first, run, at.pages)].set(block, mode="drop")
+    # Which token each column is to hold, past the end where it stays.
+    token = jnp.full((at.pages, size), count, jnp.int32).at[run, at.slots[order]].set(order, mode="drop")
+    pages = cache.swapaxes(2, 3)
+    old, new = pages.at[page].get(mode="clip"), stored.at[token].get(mode="clip")
+    mended = _chosen((token < count)[:, None, None], jnp.moveaxis(new, 1, 3), old)
+    return pages.at[page].set(mended, mode="drop", unique_indices=True).swapaxes(2, 3)
+
+
+def _chosen(condition: Array, x: Array, y: Array) -> Array:
+    """``where``, which of 8 bits keeps those of a NaN."""
+    if jnp.dtype(x.dtype).name not in NARROW_CACHES:
+        return jnp.where(condition, x, y)
+    chosen = jnp.where(condition, *(lax.bitcast_convert_type(array, jnp.uint8) for array in (x, y)))
+    return lax.bitcast_convert_type(chosen, x.dtype)
+
+
+def _as_bytes(cache: Array, stored: Array, at: _Slots) -> Array:
     """A CPU's compiler converts all of a float8 array to float16 and back for a scatter, which takes seven times as long and need not
     keep a NaN's bits; a TPU's copies an array to see it as bytes."""
     pages, stored = (lax.bitcast_convert_type(array, jnp.uint8) for array in (cache, stored))
@@ -160,7 +210,7 @@ def _as_bytes(cache: Array, stored: Array, at: tuple[Array, Array]) -> Array:
 
 
 @jax.custom_jvp
-def _quantised(cache: Array, tokens: Array, scale: Array | None, at: tuple[Array, Array]) -> Array:
+def _quantised(cache: Array, tokens: Array, scale: Array | None, at: _Slots) -> Array:
     """The same for a cache of 8 bits."""
     x = _divided(tokens, scale)
     if cache.dtype == jnp.int8:

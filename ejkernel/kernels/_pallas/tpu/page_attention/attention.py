@@ -8,9 +8,8 @@ from jax import Array
 
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import BwdParams, FwdParams
-from ejkernel.kernels._pallas.tpu.generations import LANES
 from ejkernel.kernels._pallas.tpu.page_attention.geometry import candidates, defaults, geometry
-from ejkernel.kernels._pallas.tpu.registering import PRIORITY, register
+from ejkernel.kernels._pallas.tpu.registering import register
 
 READ = ("blocksize_m", "kv_blocksize", "blocksize_heads", "num_stages")
 
@@ -22,12 +21,6 @@ class TpuPageAttention:
     version = 1
     residuals = True
     reads: ClassVar = {"forward": READ, "backward": ()}
-
-    @staticmethod
-    def handicap(shapes: dict[str, Any], spec: Any, device: Any, direction: str) -> int:
-        """Below XLA's where a head dim does not fill lanes: XLA keeps such caches in another order, and would copy them whole."""
-        dims = (shapes[name].shape[4] for name in ("key_cache", "value_cache"))
-        return PRIORITY + 1 if any(dim % LANES for dim in dims) else 0
 
     @staticmethod
     def forward(
@@ -62,6 +55,7 @@ class TpuPageAttention:
 register(
     "page_attention",
     features={
-        *("varlen", "window", "soft_cap", "sinks", "int8_cache", "fp8_cache", "scales", "gqa", "value_dim", "lse"),
+        *("varlen", "window", "traced_window", "soft_cap", "sinks", "int8_cache", "fp8_cache", "scales", "gqa"),
+        *("value_dim", "lse"),
     },
 )(TpuPageAttention)

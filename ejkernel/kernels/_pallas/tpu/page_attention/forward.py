@@ -18,6 +18,7 @@ from ejkernel.kernels._pallas.tpu.generations import LANES, generation_of
 from ejkernel.kernels._pallas.tpu.page_attention import kernel as device_side
 from ejkernel.kernels._pallas.tpu.page_attention.geometry import Geometry, geometry
 from ejkernel.kernels._pallas.tpu.page_attention.kernel import LEAD, STATES, Config, kernel
+from ejkernel.kernels.common.page_columns import tokens_are_columns
 from ejkernel.kernels.common.page_work import forward_work
 from ejkernel.kernels.common.query_tiles import QueryTiles, Sequences, most_tiles, query_tiles, sequences
 
@@ -41,18 +42,22 @@ def forward(
     c = Config(
         geometry=g,
         group=group,
-        dim=dim,
         value_dim=value_dim,
         blocks=blocks,
         kv_heads=kv_heads,
         scale=float(spec.softmax_scale),
         cap=spec.logits_soft_cap,
         left=spec.left,
+        left_by_data="window_left" in arrays,
         sinks="softmax_aux" in arrays,
         k_scale=stride(arrays, "k_scale"),
         v_scale=stride(arrays, "v_scale"),
+        columns=(tokens_are_columns(keys), tokens_are_columns(values)),
     )
-    table, needed = plan(s, cut, g, arrays, spec.left)
+    left = arrays["window_left"][0] if c.left_by_data else spec.left
+    table, needed = plan(s, cut, g, arrays, left)
+    if c.left_by_data:
+        needed = jnp.concatenate([needed, left[None]])
     count = most_tiles(s.tokens, s.size, g.tokens) if cut else s.size
 
     def block(*shape):
@@ -71,9 +76,12 @@ def forward(
     inputs = {
         "query": (rows_of(query, cut, g, kv_heads, programs), block(g.heads, g.rows, dim)),
         "entries": (chunks(s.tables), pl.BlockSpec(memory_space=pl.ANY)),
-        "keys": (keys[0], pl.BlockSpec(memory_space=pl.ANY)),
-        "values": (values[0], pl.BlockSpec(memory_space=pl.ANY)),
     }
+    buffers = []
+    for name, cache, columns in zip(("keys", "values"), (keys[0], values[0]), c.columns, strict=True):
+        inputs[name] = (cache.swapaxes(2, 3) if columns else cache, pl.BlockSpec(memory_space=pl.ANY))
+        page = (cache.shape[3], g.unit) if columns else (g.unit, cache.shape[3])
+        buffers.append(pltpu.VMEM((g.stages, g.units, g.heads, *page), cache.dtype))
     if c.sinks:
         sinks = arrays["softmax_aux"]
         inputs["sinks"] = (sink_rows(sinks, g, kv_heads, programs), sink_block(sinks.shape[0] > 1))
@@ -102,8 +110,7 @@ def forward(
             scratch_shapes=[
                 pltpu.SMEM((STATES,), jnp.int32),
                 pltpu.SMEM((LEAD + 1, 1, LANES), jnp.int32),
-                pltpu.VMEM((g.stages, g.units, g.heads, g.unit, dim), keys.dtype),
-                pltpu.VMEM((g.stages, g.units, g.heads, g.unit, value_dim), values.dtype),
+                *buffers,
                 statistics,
                 statistics,
                 pltpu.VMEM((g.heads, g.rows, value_dim), jnp.float32),
@@ -129,9 +136,7 @@ def forward(
     return out, lse
 
 
-def plan(
-    s: Sequences, cut: QueryTiles | None, g: Geometry, arrays: dict[str, Array], left: int | None
-) -> tuple[Array, Array]:
+def plan(s: Sequences, cut: QueryTiles | None, g: Geometry, arrays: dict[str, Array], left: Any) -> tuple[Array, Array]:
     """What each tile is, ``[n, COLUMNS]``, and how many are needed, ``[1]``; see ``kernel.py``."""
     if cut is None:
         owner = jnp.arange(s.size, dtype=jnp.int32)

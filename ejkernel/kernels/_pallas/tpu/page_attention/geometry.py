@@ -13,6 +13,7 @@ from ejkernel.callib.integers import power_of_two, power_of_two_below
 from ejkernel.contracts.device import DeviceInfo
 from ejkernel.contracts.params import FwdParams
 from ejkernel.kernels._pallas.tpu.generations import LANES, SUBLANES, generation_of
+from ejkernel.kernels.common.page_columns import tokens_are_columns
 
 # Generations whose two cores are one device: each takes half of the key heads.
 TWO_CORES = ("tpu-v4", "tpu-v5p")
@@ -62,9 +63,11 @@ def defaults(shapes: dict[str, Any], device: DeviceInfo | None) -> FwdParams:
     halved = device is not None and device.name in TWO_CORES and kv_heads % 2 == 0
     program_heads = kv_heads // 2 if halved else kv_heads
     keys = power_of_two_below(max(LANES, BYTES_PER_STEP // (program_heads * _key_bytes(shapes))))
+    # Of several heads, so that a step's latency is not what takes longest where a key has few bytes.
+    most = KEYS_PER_STEP * (2 if program_heads >= SUBLANES // 2 else 1)
     asked = FwdParams(
         blocksize_m=tokens,
-        kv_blocksize=min(keys, KEYS_PER_STEP),
+        kv_blocksize=min(keys, most),
         blocksize_heads=program_heads,
         num_stages=STAGES,
     )
@@ -132,8 +135,9 @@ def page_bytes(shapes: dict[str, Any], g: Geometry) -> int:
 
 def _key_bytes(shapes: dict[str, Any]) -> int:
     """Of a key and its value in vector memory."""
-    lanes = sum(-(-shapes[name].shape[4] // LANES) * LANES for name in ("key_cache", "value_cache"))
-    return lanes * jnp.dtype(shapes["key_cache"].dtype).itemsize
+    caches = shapes["key_cache"], shapes["value_cache"]
+    numbers = sum(x.shape[4] if tokens_are_columns(x) else -(-x.shape[4] // LANES) * LANES for x in caches)
+    return numbers * jnp.dtype(caches[0].dtype).itemsize
 
 
 def _part(page: int, most: int) -> int:

@@ -32,24 +32,32 @@ NOTHING = -1e30
 # What e4m3 is multiplied by once it is unpacked as e4m3b11fnuz, whose exponents are 4 less.
 STORED_UNIT = 16.0
 LN2 = math.log(2.0)
+_SIGNS = -0x7F7F7F80  # the upper bit of each byte, as an int32
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for.
+
+    Attributes:
+        left: how many keys before its own a token sees, None for all; ``left_by_data``: it lies behind the tiles' number.
+        k_scale, v_scale: from one example's factors to the next one's; None without.
+        columns: whether pages of keys, and of values, have tokens as columns; see ``page_columns``.
+    """
 
     geometry: Geometry
     group: int
-    dim: int
     value_dim: int
     blocks: int
     kv_heads: int
     scale: float
     cap: float | None
     left: int | None
+    left_by_data: bool
     sinks: bool
     k_scale: int | None
     v_scale: int | None
+    columns: tuple[bool, bool]
 
 
 def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
@@ -66,6 +74,8 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
     # e4m3 is unpacked as another format; see `_widened`.
     mends = k_pages.dtype == jnp.float8_e4m3fn
     stored_unit = STORED_UNIT if mends else 1.0
+    left = needed[1] if c.left_by_data else c.left
+    key_columns, value_columns = c.columns
 
     def column(tile, name):
         return tiles[tile * COLUMNS + name]
@@ -88,8 +98,10 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
 
     def page_copies(page, part, slot, unit):
         """Of all heads' keys, and of their values."""
-        for pages, buffer in ((keys, k_pages), (values, v_pages)):
-            source = pages.at[page, heads] if g.parts == 1 else pages.at[page, heads, pl.ds(part * g.unit, g.unit)]
+        tokens = pl.ds(part * g.unit, g.unit)
+        for pages, buffer, columns in ((keys, k_pages, key_columns), (values, v_pages, value_columns)):
+            own = [] if g.parts == 1 else [slice(None), tokens] if columns else [tokens]
+            source = pages.at[page, heads, *own]
             yield pltpu.make_async_copy(source, buffer.at[slot, unit], arrived.at[slot])
 
     def bounds(tile, step):
@@ -167,10 +179,10 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
     def _():
         place, count = column(tile, PLACE), column(tile, COUNT)
         few = -(-c.group // SUBLANES) * SUBLANES  # rows of one token
-        start = 0 if c.left is None else jnp.maximum(place - c.left, 0)
+        start = 0 if left is None else jnp.maximum(place - left, 0)
         stop = jnp.maximum(place + count, 0)
         # What the last token does not see begins before `full_start`, what the first one does not see ends past `full_stop`.
-        full_start = 0 if c.left is None else jnp.maximum(place + count - 1 - c.left, 0)
+        full_start = 0 if left is None else jnp.maximum(place + count - 1 - left, 0)
         full_stop = place + 1
 
         if c.sinks:
@@ -194,9 +206,9 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
 
                 @pl.when((begin < start) | (begin + g.unit > stop))
                 def _():
-                    for pages in (k_pages, v_pages) if mends else (v_pages,):
+                    for pages, columns in ((v_pages, value_columns), (k_pages, key_columns))[: 1 + mends]:
                         page = pages[slot, unit].astype(jnp.float32)
-                        at = begin + lax.broadcasted_iota(jnp.int32, page.shape, 1)
+                        at = begin + lax.broadcasted_iota(jnp.int32, page.shape, 2 if columns else 1)
                         pages[slot, unit] = jnp.where((at >= start) & (at < stop), page, 0).astype(pages.dtype)
 
             lax.fori_loop(jnp.int32(0), jnp.int32(g.units), unit_of, None)
@@ -206,7 +218,7 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
 
             ``asks``: the first unit of a step of which every unit is asked for beside this work, in scalar slots.
             """
-            visible = _visible(c, rows, place, base * g.unit) if masked else None
+            visible = _visible(c, rows, place, base * g.unit, left) if masked else None
             apart = masked and g.tokens > 1 and rows == g.rows  # rows see different keys
             heads, logits, spoilt = range(g.heads), [], []
             for head in heads:
@@ -215,16 +227,19 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
                         ask(asks, unit)
                 factor = stored_unit * c.scale
                 factor = factor if k_scale is None else factor * factor_of(k_scale, c.k_scale, head)
-                key, nan = _widened(k_pages[slot, :, head].reshape(g.keys, c.dim), query.dtype, apart)
-                logits.append(_logits(c, query[0, 0, head, :rows], key, factor, visible))
+                key = _of_head(k_pages, slot, head, key_columns)
+                key, nan = _widened(key, query.dtype, apart or key_columns)
+                axes = (1, 0 if key_columns else 1)
+                logits.append(_logits(c, _dot(query[0, 0, head, :rows], key, axes), factor, visible))
                 spoilt.append(nan)
             before = [tops[head, :rows] for head in heads]
             top = [jnp.maximum(before[head], jnp.max(logits[head], 1, keepdims=True)) for head in heads]
             weights = [jnp.exp2(logits[head] - _over(top[head], g.keys)) for head in heads]
             products = []
             for head in heads:
-                value, nan = _widened(v_pages[slot, :, head].reshape(g.keys, c.value_dim), query.dtype, apart)
-                product = _dot(weights[head].astype(value.dtype), value, (1, 0))
+                value = _of_head(v_pages, slot, head, value_columns)
+                value, nan = _widened(value, query.dtype, apart or value_columns)
+                product = _dot(weights[head].astype(value.dtype), value, (1, 1 if value_columns else 0))
                 products.append(product if nan is None else product + nan)
             for head in heads:
                 decay = jnp.exp2(before[head] - top[head])
@@ -288,7 +303,14 @@ def kernel(c: Config, tiles: Any, needed: Any, *refs: Any) -> None:
             _store_as_lanes(lse.at[0, 0], head, row_lse)
 
 
-def _visible(c: Config, rows: int, place: Any, begin: Any) -> Any:
+def _of_head(pages: Any, slot: Any, head: int, columns: bool) -> Any:
+    """A head's keys, or values, of a step: ``[keys, dim]``, ``[dim, keys]`` where tokens are columns."""
+    if columns:
+        return jnp.concatenate([pages[slot, unit, head] for unit in range(pages.shape[1])], 1)
+    return pages[slot, :, head].reshape(-1, pages.shape[-1])
+
+
+def _visible(c: Config, rows: int, place: Any, begin: Any, left: Any) -> Any:
     """Which keys of a step each row sees, ``[rows, keys]``."""
     key = begin + lax.broadcasted_iota(jnp.int32, (rows, c.geometry.keys), 1)
     own = place
@@ -298,12 +320,12 @@ def _visible(c: Config, rows: int, place: Any, begin: Any) -> Any:
         bits = 18
         own = place + lax.shift_right_logical(row * -(-(2**bits) // c.group), bits)
     visible = key <= own
-    return visible if c.left is None else visible & (key >= own - c.left)
+    return visible if left is None else visible & (key >= own - left)
 
 
-def _logits(c: Config, query: Any, key: Any, factor: Any, visible: Any) -> Any:
+def _logits(c: Config, products: Any, factor: Any, visible: Any) -> Any:
     """In units of log 2, ``[rows, keys]``; -inf where a row does not see a key."""
-    logits = _dot(query, key, (1, 1))
+    logits = products
     if c.cap is None:
         logits = logits * (factor * LOG2E)
     else:
@@ -326,22 +348,27 @@ def _widened(array: Any, dtype: Any, apart: bool) -> tuple[Any, Any]:
     """Stored numbers of 8 bits, those of e4m3 divided by ``STORED_UNIT``, in the query's dtype, which holds them exactly.
 
     And NaN, ``[1, columns]``, to be added to what comes of a column with NaN in it, for e4m3; None where NaN is NaN already, as it
-    must be where some rows see it and others do not: ``apart``.
+    must be where some rows see it and others do not, or columns are tokens: ``apart``.
     """
     if array.dtype == dtype:
         return array, None
     if array.dtype != jnp.float8_e4m3fn:
         return array.astype(jnp.float32).astype(dtype), None
-    if apart:
-        return (array.astype(jnp.float32) * (1 / STORED_UNIT)).astype(dtype), None
     # Hardware unpacks e4m3 of another bias, whose one NaN is this one's -0. Both are mended in four numbers at once; doing it after
     # the conversion, as the compiler does, took twice as long.
     words = pltpu.bitcast(array, jnp.int32)
     sizes = jnp.bitwise_and(words, 0x7F7F7F7F)
     # The upper bit of a byte is set where the size is not 0.
     mended = jnp.bitwise_and(words, jnp.bitwise_or(sizes + 0x7F7F7F7F, 0x7F7F7F7F))
-    found = jnp.bitwise_and(lax.shift_right_logical(_any(sizes + 0x01010101), 7), 0x01010101)
-    nan = jnp.where(jnp.sum(found, 0, keepdims=True, dtype=jnp.int32) > 0, jnp.nan, 0.0)
+    # Of NaN, whose bits below the sign are all set, adding one sets the sign's.
+    found, nan = sizes + 0x01010101, None
+    if apart:
+        signs = jnp.bitwise_and(found, _SIGNS)
+        bytes_of_nan = lax.shift_left(signs, 1) - lax.shift_right_logical(signs, 7)
+        mended = jnp.bitwise_or(jnp.bitwise_and(mended, jnp.bitwise_not(bytes_of_nan)), signs)
+    else:
+        found = jnp.bitwise_and(lax.shift_right_logical(_any(found), 7), 0x01010101)
+        nan = jnp.where(jnp.sum(found, 0, keepdims=True, dtype=jnp.int32) > 0, jnp.nan, 0.0)
     return pltpu.bitcast(mended, jnp.float8_e4m3b11fnuz).astype(jnp.float32).astype(dtype), nan
 
 
